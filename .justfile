@@ -46,7 +46,7 @@ fix:
     ruff format .
     python -m tests.manual write
 
-# every table of the README
+# most tables of `meshllm help performance`
 bench:
     python -m tests.bench.memory
     python -m tests.bench.transports

@@ -21,7 +21,7 @@ from platformdirs import user_cache_path, user_config_path, user_state_path
 
 from meshllm.errors import UserError
 from meshllm.local_files import hint_of, read_regular, reason_of
-from meshllm.request import MODEL_SAMPLING, Request, Sampling
+from meshllm.request import MODEL_SAMPLING, RANGES, Request, Sampling
 
 Ends: TypeAlias = Literal["entry", "client"]
 Dtype: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
@@ -44,14 +44,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "context": (16, 10_000_000),
     "threads": (1, 4096),
     "max_tokens": (1, 10_000_000),
-    "temperature": (0, 100),
-    "top_k": (0, 10_000_000),
-    "top_p": (0, 1),
-    "min_p": (0, 1),
-    "repetition_penalty": (0.01, 100),  # a divisor, so never 0
-    "frequency_penalty": (-100, 100),
-    "presence_penalty": (-100, 100),
-    "seed": (0, 2**63 - 1),
+    **RANGES,
 }
 PATHS = frozenset({"state", "key_file", "tls_cert", "tls_key", "trace"})
 """Settings that name a file or a folder."""
@@ -95,7 +88,7 @@ class Settings:
     state: str | None = None
     """Folder of the node's key, membership and socket."""
     listen: str | None = None
-    """Address to listen on; port 7700 when not set."""
+    """Address to listen on; first free port from 7700 if not set."""
     advertise: str | None = None
     """More addresses of this node, such as that of a proxy."""
     relay: str | None = None

@@ -28,7 +28,7 @@ charter
 replica
     one of several rings of the same model; its **group** are the nodes that it can use.
 door
-    the local HTTP API of a node, on a unix socket that only its owner can open.
+    the HTTP API of a node or client: on a unix socket that only its owner can open, or on TCP.
 relay
     a server or node that forwards encrypted datagrams for nodes that cannot be dialled directly.
 path

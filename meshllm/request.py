@@ -100,7 +100,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "top_k": (0, 2**31 - 1),
     "top_p": (0, 1),
     "min_p": (0, 1),
-    "repetition_penalty": (0.01, 100),
+    "repetition_penalty": (0.01, 100),  # a divisor, so never 0
     "frequency_penalty": (-2, 2),  # OpenAI API reference
     "presence_penalty": (-2, 2),
     "seed": (0, 2**63 - 1),

@@ -187,6 +187,10 @@ class RingStatus:
     refused: tuple[Unplaced, ...] = ()
     history: tuple[PastState, ...] = ()
     """The latest states of the reporting node, oldest first."""
+    members: int | None = None
+    """Nodes that `--members` requests."""
+    exclude: tuple[str, ...] = ()
+    """Ids of nodes that hold no layers."""
     execution: str = ""
     """How the reporting node computes its layers; as in `NodeStatus`."""
 

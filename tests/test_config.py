@@ -95,6 +95,7 @@ def test_origins_mix_setting_by_setting(folder: Path) -> None:
         ("nodes = 1.5", "`nodes` is 1.5, not a whole number", None),
         ("nodes = 0", "`nodes` is 0, not between 1 and 1024", None),
         ("max_tokens = 0", "`max_tokens` is 0, not between 1 and 10000000", None),
+        ("frequency_penalty = 3", "`frequency_penalty` is 3.0, not between -2 and 2", None),
         ("top_p = nan", "`top_p` is nan, not between 0 and 1", None),
         ('ends = "last"', "Invalid value 'last' for `ends`", "one of `entry`, `client`"),
         ("history = 1", "`history` is 1, not true or false", None),

@@ -40,7 +40,7 @@ FULL = with_ring(
 )
 
 RING = {"state", "reason", "epoch", "digest", "policy", "entry", "stages", "predicted", "measured",
-        "advice", "standbys", "refused", "history", "execution"}  # fmt: skip
+        "advice", "standbys", "refused", "history", "members", "exclude", "execution"}  # fmt: skip
 NODE = {"node", "short", "name", "role", "state", "reason", "addresses", "memory_bytes", "layers",
         "rank", "self", "incarnation", "version", "link", "execution", "costs"}  # fmt: skip
 LINK = {"round_trip_ms", "path", "path_reason", "address", "bytes_sent", "bytes_received",

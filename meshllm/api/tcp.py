@@ -131,10 +131,23 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def read_keys(path: Path) -> tuple[str, ...]:
-    """Read a private file of keys, one on a line; `#` begins a comment.
+    """Read a private file of keys of a door, see `read_key_file`.
 
     Raises:
         UserError: others can read the file, or a key is too short or too long.
+    """
+    keys = read_key_file(path)
+    if any(not MIN_KEY_CHARS <= len(key) <= MAX_KEY_CHARS for key in keys):
+        text = f"A key in `{path}` does not have {MIN_KEY_CHARS} to {MAX_KEY_CHARS} characters"
+        raise UserError(text, hint="make one with `openssl rand -hex 24`")
+    return keys
+
+
+def read_key_file(path: Path) -> tuple[str, ...]:
+    """Read a private file of keys of any API, one on a line; `#` begins a comment.
+
+    Raises:
+        UserError: others can read the file, or it has too many keys or none.
     """
     try:
         with path.open("rb") as file:
@@ -153,9 +166,6 @@ def read_keys(path: Path) -> tuple[str, ...]:
     if not 0 < len(keys) <= MAX_FILE_KEYS:
         text = f"The key file `{path}` has {len(keys)} keys, not 1 to {MAX_FILE_KEYS}"
         raise UserError(text, hint="write one key on a line")
-    if any(not MIN_KEY_CHARS <= len(key) <= MAX_KEY_CHARS for key in keys):
-        text = f"A key in `{path}` does not have {MIN_KEY_CHARS} to {MAX_KEY_CHARS} characters"
-        raise UserError(text, hint="make one with `openssl rand -hex 24`")
     return keys
 
 

@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 import httpx2
 
 from meshllm.api.unix import SOCKET
+from meshllm.config import PREFIX
 from meshllm.errors import MeshError, TimedOut
 from meshllm.names import Quant
 from meshllm.node.provider import launch
@@ -21,6 +22,7 @@ from meshllm.status import MeshStatus, RingState, from_json
 
 START_S = 120.0  # s until a ring serves; importing torch takes seconds, many on a busy machine
 POLL_S = 0.1  # s between two polls of the status
+MAX_SAID = 1000  # characters shown of what a node said before its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,15 @@ class Site:
 
 
 LOCAL = Site()
+
+
+@dataclass(frozen=True, slots=True)
+class _NodeProcess:
+    """A node that was started."""
+
+    process: asyncio.subprocess.Process
+    log: Path
+    """What it writes to stderr."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +79,11 @@ async def open_fleet(
 ) -> AsyncIterator[Fleet]:
     """Start nodes on this machine that form one ring; ``nodes`` is their number or their sites.
 
+    The user's settings do not apply to them.
+
     Raises:
         TimedOut: the ring did not serve within `START_S`.
+        MeshError: a node has ended before.
     """
     async with AsyncExitStack() as stack:
         home = Path(stack.enter_context(TemporaryDirectory(prefix="meshllm-")))
@@ -79,18 +93,18 @@ async def open_fleet(
         shared = ["--model", str(model), "--threads", str(threads), "--quant", quant]
         shared += ["--transport", transport, "--device", device]
         found = ["--members", str(members), "--ticket-file", str(ticket)]
-        await _start(stack, first, home / "0", [*shared, *found])
+        started = [await _start(stack, first, home / "0", [*shared, *found])]
         async with _start_timeout():
-            while not (ticket.exists() and ticket.read_text()):  # noqa: ASYNC110  # another process writes it
-                await asyncio.sleep(POLL_S)
+            while not (ticket.exists() and ticket.read_text()):
+                await _pause(started)
         for number, site in enumerate(others, start=1):
             join = ["--join", ticket.read_text().strip()]
-            await _start(stack, site, home / str(number), [*shared, *join])
+            started.append(await _start(stack, site, home / str(number), [*shared, *join]))
         clients = [
             await stack.enter_async_context(_client(home / str(number) / SOCKET))
             for number in range(members)
         ]
-        yield Fleet(await _entry(clients))
+        yield Fleet(await _entry(clients, started))
 
 
 def _whole(answer: Answer, request: Request) -> Answer:
@@ -99,7 +113,9 @@ def _whole(answer: Answer, request: Request) -> Answer:
     return answer
 
 
-async def _start(stack: AsyncExitStack, site: Site, state: Path, options: list[str]) -> None:
+async def _start(
+    stack: AsyncExitStack, site: Site, state: Path, options: list[str]
+) -> _NodeProcess:
     command = [
         sys.executable, "-I", "-S", launch.__file__, str(os.getpid()),
         *site.prefix, sys.executable, "-m", "meshllm", "node",
@@ -107,10 +123,15 @@ async def _start(stack: AsyncExitStack, site: Site, state: Path, options: list[s
         "--no-discovery", "--speculation", "off", *options,
     ]  # fmt: skip
     quiet = asyncio.subprocess.DEVNULL
-    process = await asyncio.create_subprocess_exec(
-        *command, stdin=quiet, stdout=quiet, stderr=quiet
-    )
+    home, log = state.parent, state.with_suffix(".log")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
+    with log.open("wb") as stderr:
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=quiet, stdout=quiet, stderr=stderr,
+            cwd=home, env={**kept, "XDG_CONFIG_HOME": str(home)},
+        )  # fmt: skip
     stack.push_async_callback(_end, process)
+    return _NodeProcess(process, log)
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
@@ -127,7 +148,9 @@ def _client(socket: Path) -> httpx2.AsyncClient:
     )
 
 
-async def _entry(clients: list[httpx2.AsyncClient]) -> httpx2.AsyncClient:
+async def _entry(
+    clients: list[httpx2.AsyncClient], started: Sequence[_NodeProcess]
+) -> httpx2.AsyncClient:
     """Wait until all nodes report the ring as serving; return the client of its entry."""
     async with _start_timeout():
         while True:
@@ -138,7 +161,7 @@ async def _entry(clients: list[httpx2.AsyncClient]) -> httpx2.AsyncClient:
             ):
                 ids = [each.node for each in seen]
                 return clients[ids.index(seen[0].ring.entry or "")]
-            await asyncio.sleep(POLL_S)
+            await _pause(started)
 
 
 async def _status(client: httpx2.AsyncClient) -> MeshStatus | None:
@@ -146,6 +169,15 @@ async def _status(client: httpx2.AsyncClient) -> MeshStatus | None:
         return from_json(MeshStatus, (await client.get("/mesh/status")).json())
     except httpx2.TransportError:
         return None
+
+
+async def _pause(started: Sequence[_NodeProcess]) -> None:
+    """Wait for the next poll; raise `MeshError` if a node has ended."""
+    await asyncio.sleep(POLL_S)
+    for node in started:
+        if (code := node.process.returncode) is not None:
+            said = node.log.read_text(errors="replace").rpartition("error: ")[2].strip()
+            raise MeshError(f"A node ended with exit code {code}: {said[-MAX_SAID:]}")
 
 
 @asynccontextmanager

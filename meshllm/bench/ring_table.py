@@ -26,6 +26,7 @@ from meshllm.errors import UserError
 from meshllm.model.files.source import Source, resolve
 from meshllm.model.locate import BUILTIN
 from meshllm.model.split.skeleton import quiet
+from meshllm.model.steps.replay import SETTLED
 from meshllm.model.text.tokenizer import Text
 from meshllm.names import Quant
 from meshllm.node.compute.worker import compute_thread
@@ -53,6 +54,10 @@ class RingBenchmark:
     """Run every node in its own process, over encrypted WebSocket links."""
     device: str = "cpu"
     """Device of all contestants, see `model.device.choose`."""
+
+    def tokens_of(self, number: int) -> int:
+        """Return the new tokens of a round; in round 0, the warm-up, a ring settles its steps."""
+        return self.new_tokens if number else max(self.new_tokens, SETTLED + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,9 +217,11 @@ def _run(begin: float, stamps: Sequence[float]) -> Run:
     return Run((stamps[0] - begin) * 1e3, later * 1e3)
 
 
-async def _ring(ring: LocalRing, prompts: Sequence[list[int]], new_tokens: int, number: int) -> Run:
+async def _ring(
+    ring: LocalRing, prompts: Sequence[list[int]], case: RingBenchmark, number: int
+) -> Run:
     begin = time.perf_counter()
-    tokens = ring.tokens(prompts[number], Sampling(), new_tokens)
+    tokens = ring.tokens(prompts[number], Sampling(), case.tokens_of(number))
     return _run(begin, [time.perf_counter() async for _ in tokens])
 
 
@@ -231,7 +238,7 @@ async def _measure(
         prompts, rings = await form(stack, case, source, threads, report)
 
         async def plain(number: int) -> Run:
-            return await worker.run(_plain, model, prompts[number], case.new_tokens)
+            return await worker.run(_plain, model, prompts[number], case.tokens_of(number))
 
         turns = {Contestant(): plain, **rings}
         order = list(turns)
@@ -275,7 +282,7 @@ async def _rings(
         )
         options = RingOptions(each.nodes, inference=inference)
         ring = await stack.enter_async_context(open_local_ring(source, options))
-        rings[each] = partial(_ring, ring, prompts, case.new_tokens)
+        rings[each] = partial(_ring, ring, prompts, case)
     return prompts, rings
 
 
@@ -293,7 +300,10 @@ async def _fleets(
     if len(prompts[0]) != case.prompt_tokens:
         hint = f"choose {NUMBER_TOKENS} or more"
         raise UserError(f"Cannot make a prompt of {case.prompt_tokens} tokens", hint=hint)
-    requests = [Request(ids=tuple(ids), max_tokens=case.new_tokens) for ids in prompts]
+    requests = [
+        Request(ids=tuple(ids), max_tokens=case.tokens_of(number))
+        for number, ids in enumerate(prompts)
+    ]
     rings: dict[Contestant, Turn] = {}
     for each in _line_up(case):
         report(f"starting a {each.name}, one process per node")

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import httpx2
 
-from meshllm.errors import LinkLost, ModelError, NotAuthorised, PeerFault, UserError
-from meshllm.node.requests.request_json import error_from_fields
+from meshllm.errors import LinkLost, MeshError, ModelError, NotAuthorised, PeerFault, UserError
+from meshllm.node.requests.request_json import MESSAGE_CHARS
 from meshllm.request import Answer, Backend, Piece, Request, Sampling
 from meshllm.strict_json import build, parse
 
@@ -105,8 +105,7 @@ class DoorTarget:
         try:
             async with self.client.stream("POST", "completions", json=body) as response:
                 if response.is_error:
-                    _object((await response.aread()).decode(errors="replace"))
-                    raise PeerFault(f"The server responded with HTTP status {response.status_code}")
+                    raise _refusal(response.status_code, await response.aread())
                 async for line in response.aiter_lines():
                     if line.startswith(_EVENT) and line != _EVENT + _DONE:
                         yield _object(line.removeprefix(_EVENT))
@@ -144,6 +143,8 @@ async def _first_model(client: httpx2.AsyncClient) -> str:
     if response.status_code == httpx2.codes.UNAUTHORIZED:
         reason = f"`{client.base_url}` requires a valid API key"
         raise NotAuthorised(reason, hint="`--key-file FILE` reads one")
+    if response.is_error:
+        raise _refusal(response.status_code, response.content)
     found = build(_Models, _object(response.text), strict=False).data
     if not found:
         raise ModelError(
@@ -179,6 +180,23 @@ def _object(text: str) -> dict[str, Any]:
     found = parse(text.encode())
     if not isinstance(found, dict):
         raise PeerFault("The server sent no JSON object")
-    if "error" in found:
-        raise error_from_fields(found["error"])
+    if error := _reported(found):
+        raise error
     return found
+
+
+def _refusal(status: int, body: bytes) -> MeshError:
+    """Return the error of a response, with what the server says of it if that is JSON."""
+    try:
+        error = _reported(parse(body))
+    except UserError:  # such as a page of HTML
+        error = None
+    return error or PeerFault(f"The server responded with HTTP status {status}")
+
+
+def _reported(found: object) -> MeshError | None:
+    """Return the error that an object reports: servers agree on its message only."""
+    match found:
+        case {"error": {"message": str(text)} | str(text)}:
+            return MeshError(text[:MESSAGE_CHARS])
+    return None

@@ -193,7 +193,7 @@ def _step_seconds(
     skeleton = build(source.config, dtype)
     sizes, config = _sizes(skeleton), skeleton.model.config
     mean = sum(sizes) / len(sizes)
-    span = Span(0, min(len(sizes), max(1, int(_affordable(_STEP_BYTES) / mean))))
+    span = Span(0, min(len(sizes), max(1, int(_affordable(_STEP_BYTES, device) / mean))))
     is_croppable = SpanCache(config, span).croppable
     if not is_croppable or lacks_invariance(config, skeleton.model, device):
         return {}
@@ -225,7 +225,7 @@ def _head_seconds(
     config = copy.deepcopy(source.config)
     text = config.get_text_config(decoder=True)
     whole = int(text.vocab_size)
-    most = max(1, _affordable(_HEAD_BYTES) // (int(text.hidden_size) * dtype.itemsize))
+    most = max(1, _affordable(_HEAD_BYTES, device) // (int(text.hidden_size) * dtype.itemsize))
     text.vocab_size = timed = min(whole, most)
     text.pad_token_id = None  # it may be out of range
     skeleton = build(config, dtype)
@@ -248,9 +248,9 @@ def _head_seconds(
     return _typical(seconds, 1, device) * whole / timed
 
 
-def _affordable(most: int) -> int:
+def _affordable(most: int, device: torch.device) -> int:
     """Bound ``most`` bytes by a quarter of the budget; weights may need as much again packed."""
-    return min(most, max(_LEAST_BYTES, memory_budget() // 4))
+    return min(most, max(_LEAST_BYTES, memory_budget(device=device) // 4))
 
 
 class _Stopwatch:
@@ -277,7 +277,7 @@ def _typical(seconds: Callable[[int], float], rows: int, device: torch.device) -
 
     A chunk takes so long that other programs always have a part of it.
     """
-    cold = torch.empty(_affordable(_COLD_BYTES), dtype=torch.uint8, device=device)
+    cold = torch.empty(_affordable(_COLD_BYTES, device), dtype=torch.uint8, device=device)
     times: list[float] = []
     while len(times) < TRIALS and sum(times) < ENOUGH_S:
         pause()

@@ -2,14 +2,15 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from meshllm.errors import ModelError
+from meshllm.errors import ModelError, OutOfMemory
 from meshllm.model.capacity import shape_of
 from meshllm.model.device import CPU, choose
 from meshllm.model.files.manifest import config_digest, hash_files, manifest
@@ -22,6 +23,7 @@ from meshllm.node.compute.worker import Worker
 from meshllm.node.founding import amend, found_charter, refuse_layers, refuse_other
 from meshllm.node.options import FIRST_MODEL, InferenceConfig, NodeOptions
 from meshllm.node.ring.model_runtime import ModelRuntime
+from meshllm.node.session.wire import is_out_of_memory
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import Profile
 
@@ -135,14 +137,18 @@ class Preparation:
         """Measure the speed and memory that this node offers; return its completed profile.
 
         The model of a further ring runs with the threads that were chosen for the first one.
+
+        Raises:
+            ModelError: its weights are damaged, or there is no memory to measure one layer.
         """
         run, options = self.worker.run, self.options
-        if not is_further:
-            await model.calibrate()
-        weights = await run(manifest, model.source, self.cache)
         dtype: torch.dtype = getattr(torch, model.shape.dtype)
         what = model.source, dtype, self.cache, model.quant, model.device
-        speed = await run(measure_speed, *what)
+        with _reporting_memory(model.source):
+            if not is_further:
+                await model.calibrate()
+            weights = await run(manifest, model.source, self.cache)
+            speed = await run(measure_speed, *what)
         memory, own = self._memory(model.device)
         return replace(
             profile,
@@ -208,7 +214,8 @@ class Preparation:
         config = replace(config, cache=self.cache)
         hashing = asyncio.ensure_future(asyncio.to_thread(hash_files, source, self.cache))
         try:
-            return await ModelRuntime.open(source, self.worker, config, draft)
+            with _reporting_memory(source):
+                return await ModelRuntime.open(source, self.worker, config, draft)
         finally:
             await hashing
 
@@ -217,3 +224,18 @@ class Preparation:
 
     async def _digest(self, source: Source) -> Digest:
         return Digest(await self.worker.run(config_digest, source))
+
+
+@contextmanager
+def _reporting_memory(source: Source) -> Iterator[None]:
+    """Raise `OutOfMemory` for an allocation that failed: another model may need less."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:  # torch raises the latter
+        if not is_out_of_memory(error):
+            raise
+        reason = f": {error}" if str(error) else ""  # Python's own has no text
+        raise OutOfMemory(
+            f"Not enough memory to prepare `{source.name}`{reason}",
+            hint="free memory, or raise its limit",
+        ) from error

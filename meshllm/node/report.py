@@ -138,6 +138,8 @@ def _ring_status(view: NodeView) -> RingStatus:
         advice=_by_name(view, view.advice),
         execution=view.execution,
         history=tuple(PastState(*each) for each in view.history),
+        members=view.charter.members if view.charter else None,
+        exclude=tuple(map(show, view.charter.exclude)) if view.charter else (),
         standbys=tuple(
             Unplaced(*named(view, each.node), _by_name(view, each.reason))
             for each in (agreement.standbys if agreement else ())

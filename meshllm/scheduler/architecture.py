@@ -12,6 +12,9 @@ ITEM_BYTES = 2  # of a value in bfloat16: hidden states and KV caches
 WEIGHT_BYTES = {Quant.NONE: 2.0, Quant.INT8: 1.0, Quant.INT4: 0.5625}
 """Bytes per weight; a group of 64 weights of 4 bits has a scale and a zero point."""
 
+_CHUNK_ROWS, _STEP_ROWS = 1024, 32  # of a prefill chunk and of a step, as nodes bound them
+_MASK_TOKENS = 4096  # most rows of one forward
+
 MAX_DIMENSION = 1 << 24
 
 _KEYS = {
@@ -148,9 +151,10 @@ class Architecture:
         if self.experts == 1:
             weights -= self.hidden  # no router
         ends = self.vocabulary * self.hidden * ITEM_BYTES
+        layer = round(weights * WEIGHT_BYTES[self.quant])
         return ModelSizes(
             name=self.name,
-            layer_bytes=(round(weights * WEIGHT_BYTES[self.quant]),) * self.layers,
+            layer_bytes=(layer,) * self.layers,
             kv_bytes_per_token=(self.kv_bytes_per_token,) * self.layers,
             embed_bytes=ends,
             head_bytes=0 if self.is_tied else ends,
@@ -158,7 +162,13 @@ class Architecture:
             hidden_size=self.hidden,
             itemsize=ITEM_BYTES,
             context=context,
+            workspace_bytes=self._workspace_bytes(layer, context),
         )
+
+    def _workspace_bytes(self, layer: int, context: int) -> int:
+        """Bound the activations of a forward, as `meshllm.model.shape` does on a node."""
+        row = 2 * layer // self.hidden + 8 * self.hidden + min(context, _MASK_TOKENS) * ITEM_BYTES
+        return _CHUNK_ROWS * row + _STEP_ROWS * self.vocabulary * 4
 
     def _linear(self, rows: int, inputs: int, outputs: int, weight_bytes: float) -> Operator:
         moved = inputs * outputs * weight_bytes + rows * (inputs + outputs) * ITEM_BYTES

@@ -29,14 +29,14 @@ def is_installed() -> bool:
 
 
 def search_by_solver(options: Options) -> list[Found]:
-    """Return the best choice from the pools as the only one; empty if none was found in time."""
+    """Return the best choice from the pools, with all models, as the only one; empty if none."""
     from ortools.sat.python import cp_model
 
     model = cp_model.CpModel()
     costs, sets = [], []
     used: list[list[object]] = [[] for _ in options.workload.counts]
     for number in range(len(options.workload.models)):
-        pool = pool_of(options, number)
+        pool = {uses: found for uses, found in pool_of(options, number).items() if found[1]}
         chosen = [model.new_bool_var("") for _ in pool]
         model.add_exactly_one(chosen)
         for take, (uses, (cost, replicas)) in zip(chosen, pool.items(), strict=True):

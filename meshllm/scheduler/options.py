@@ -1,19 +1,22 @@
 """All replicas worth considering: rings of few machines, of every mix of kinds."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations_with_replacement
+from itertools import islice
 from typing import Self
 
 from meshllm.scheduler.estimate import Estimate, mean_time
-from meshllm.scheduler.placement import ReplicaOption, Spread, Workload, make_option
+from meshllm.scheduler.placement import ReplicaOption, Spread, Workload, make_option, most_layers
 
 MAX_RING = 8
 """Machines of one replica; more only add wires, as a replica needs no more than fit the model."""
 MAX_MIXES = 1600
-"""Mixes of kinds that are tried for all models together, smallest first: up to a minute."""
+"""Mixes of kinds that have the memory and are tried, smallest first, for all models together.
+
+All of them take up to a minute.
+"""
 
 _SPARE = 2  # machines beyond the fewest that hold a model
 
@@ -53,12 +56,13 @@ class Options:
     def cost(self, model: int, chosen: Sequence[int]) -> float:
         """Return the mean number of requests for a model on these of its replicas.
 
-        By Little's law that is its rate times their mean time; smaller is better.
+        By Little's law that is its rate times their mean time; smaller is better. A model without
+        replicas costs more than the longest queues of all others.
         """
         self.lookups += 1
         key = model, tuple(sorted(chosen))
         if key not in self._times:
-            rate = self.workload.models[model].load.rate
+            rate = self.workload.models[model].load.rate if chosen else self._rate
             self._times[key] = rate * mean_time([self.estimates[at] for at in key[1]], rate)
         return self._times[key]
 
@@ -69,7 +73,11 @@ class Options:
             self.cost(model, [at for at in chosen if self.all[at].model == model])
             for model in models
         )
-        return requests / sum(served.load.rate for served in self.workload.models)
+        return requests / self._rate
+
+    @cached_property
+    def _rate(self) -> float:
+        return sum(served.load.rate for served in self.workload.models)
 
     @cached_property
     def _by_model(self) -> list[list[int]]:
@@ -78,23 +86,50 @@ class Options:
 
     def _of(self, model: int) -> Iterator[ReplicaOption]:
         """Yield the options of a model that no other with fewer machines dominates."""
-        fewest, most = MAX_RING, MAX_MIXES // len(self.workload.models)
+        kinds, most = range(len(self.workload.kinds)), MAX_MIXES // len(self.workload.models)
         kept: list[_Candidate] = []
-        for at, mix in enumerate(self._mixes()):
-            if at >= most or len(mix) > min(MAX_RING, fewest + _SPARE):
+        fewest = [self._add(kept, model, self._alone(kind)) for kind in kinds]
+        self._add(kept, model, islice(self._mixed(model), most), min(fewest, default=MAX_RING))
+        yield from (each.option for each in kept)
+
+    def _add(
+        self,
+        kept: list["_Candidate"],
+        model: int,
+        mixes: Iterable[tuple[int, ...]],
+        fewest: int = MAX_RING,
+    ) -> int:
+        """Add the options of mixes of rising size, up to `_SPARE` more than the fewest that fit.
+
+        Return how many these are.
+        """
+        for mix in mixes:
+            if len(mix) > fewest + _SPARE:
                 break
             best = self._best(model, mix)
             if best:
                 fewest = min(fewest, len(mix))
             kept += [each for each in best if not any(each.is_dominated(other) for other in kept)]
-        yield from (each.option for each in kept)
+        return fewest
 
-    def _mixes(self) -> Iterator[tuple[int, ...]]:
-        kinds = range(len(self.workload.kinds))
-        for size in range(1, MAX_RING + 1):
-            for mix in combinations_with_replacement(kinds, size):
-                if all(mix.count(kind) <= self.workload.kinds[kind].count for kind in set(mix)):
-                    yield mix
+    def _alone(self, kind: int) -> Iterator[tuple[int, ...]]:
+        count = min(MAX_RING, self.workload.kinds[kind].count)
+        return ((kind,) * size for size in range(1, count + 1))
+
+    def _mixed(self, model: int) -> Iterator[tuple[int, ...]]:
+        """Yield the mixes of several kinds whose memory holds the layers of a model."""
+        served = self.workload.models[model]
+        kinds = {
+            at: (most_layers(served, kind), kind.count)
+            for at, kind in enumerate(self.workload.kinds)
+            if not kind.is_provider
+        }
+        largest = sorted(kinds, key=lambda at: -kinds[at][0])
+        ordered = {at: kinds[at] for at in largest if kinds[at][0]}
+        for size in range(2, MAX_RING + 1):
+            for mix in _holding(ordered, size, served.sizes.layers):
+                if len(set(mix)) > 1:
+                    yield tuple(sorted(mix))
 
     def _best(self, model: int, mix: tuple[int, ...]) -> list["_Candidate"]:
         """Return the option with the most capacity, and the one with the least time if idle."""
@@ -114,6 +149,27 @@ class Options:
         widest = min(found, key=lambda each: (-each.capacity, each.idle_s))
         quickest = min(found, key=lambda each: (each.idle_s, -each.capacity))
         return [widest] if widest is quickest else [widest, quickest]
+
+
+def _holding(
+    kinds: Mapping[int, tuple[int, int]], size: int, layers: int
+) -> Iterator[tuple[int, ...]]:
+    """Yield the mixes of so many machines that hold so many layers together.
+
+    Each kind has the layers that a machine holds, those with the most first, and its machines.
+    """
+    if not size:
+        yield ()
+        return
+    left = dict(kinds)
+    for kind, (held, count) in kinds.items():
+        if size * held < layers:  # as for all after it
+            return
+        left[kind] = held, count - 1
+        if count:
+            for rest in _holding(left, size - 1, layers - held):
+                yield (kind, *rest)
+        del left[kind]
 
 
 @dataclass(frozen=True, slots=True)

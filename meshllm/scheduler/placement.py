@@ -5,7 +5,7 @@ of a model are alike too, so the best spans are found by giving layer after laye
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from meshllm.errors import UserError
@@ -109,10 +109,9 @@ def make_option(
         return None
     served = workload.models[model]
     nodes = [NodeId(number.to_bytes(NODE_ID_BYTES)) for number in range(len(order))]
-    offers = [
-        kind.offer(node, served.architecture) for kind, node in zip(kinds, nodes, strict=True)
-    ]
-    counts = _allot(served, offers, spread)
+    offers = [_offer(served, kind, node) for kind, node in zip(kinds, nodes, strict=True)]
+    rooms = [_room(served, *pair) for pair in zip(kinds, offers, strict=True)]
+    counts = _allot(served, offers, rooms, spread)
     if counts is None:
         return None
     spans = _spans(counts)
@@ -129,6 +128,31 @@ def make_option(
     engine = _engine(served, kinds, plan, offers, links)
     uses = tuple(order.count(kind) for kind in range(len(workload.kinds)))
     return ReplicaOption(model, tuple(order), spans, uses, engine)
+
+
+def most_layers(served: ServedModel, kind: MachineKind) -> int:
+    """Return how many layers a machine of a kind can hold if it is not the entry."""
+    offer = _offer(served, kind, NodeId(bytes(NODE_ID_BYTES)))
+    return _room(served, kind, offer) // _layer_bytes(served.sizes)
+
+
+def _offer(served: ServedModel, kind: MachineKind, node: NodeId) -> Offer:
+    """Return what a machine offers; a node keeps memory for what a forward computes."""
+    offer = kind.offer(node, served.architecture)
+    if kind.is_provider:
+        return offer
+    return replace(offer, reserve_bytes=served.sizes.workspace_bytes)
+
+
+def _room(served: ServedModel, kind: MachineKind, offer: Offer) -> int:
+    """Return the bytes for layers and their caches; a node copies that of one layer as it grows."""
+    growth = 0 if kind.is_provider else served.sizes.context * served.sizes.kv_bytes_per_token[0]
+    return max(0, usable_bytes(offer) - growth)
+
+
+def _layer_bytes(sizes: ModelSizes) -> int:
+    """Return the bytes of a layer with the cache of one session."""
+    return sizes.layer_bytes[0] + sizes.kv_bytes_per_token[0] * sizes.context
 
 
 def _engine(
@@ -161,12 +185,13 @@ def _tour(workload: Workload, machines: Sequence[int]) -> tuple[int, ...]:
     return tuple(machines[at] for at in short_tour(costs, 0, range(1, len(machines))))
 
 
-def _allot(served: ServedModel, offers: Sequence[Offer], spread: Spread) -> list[int] | None:
+def _allot(
+    served: ServedModel, offers: Sequence[Offer], rooms: Sequence[int], spread: Spread
+) -> list[int] | None:
     """Return how many layers each machine gets, one at least; None if they do not fit."""
     sizes = served.sizes
-    layer = sizes.layer_bytes[0] + sizes.kv_bytes_per_token[0] * sizes.context
-    rooms = [usable_bytes(offer) for offer in offers]
-    rooms[0] -= sizes.ends_bytes
+    layer = _layer_bytes(sizes)
+    rooms = [rooms[0] - sizes.ends_bytes, *rooms[1:]]
     most = [max(0, room) // layer for room in rooms]
     if min(most) < 1 or sum(most) < sizes.layers or len(offers) > sizes.layers:
         return None

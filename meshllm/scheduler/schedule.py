@@ -129,10 +129,11 @@ def assess(
     pairs = zip(replicas, capacities, strict=True)
     simulated = [SimulatedReplica(each.model, each.engine, speed) for each, speed in pairs]
     run = simulate(simulated, requests)
+    is_whole = len({each.model for each in replicas}) == len(workload.models)
     return Assessment(
         replicas=tuple(replicas),
         capacities=tuple(capacities),
-        mean_s=run.mean_s,
+        mean_s=run.mean_s if is_whole else inf,  # no request may have come for a rare one
         tokens_per_s=run.tokens_per_s,
         models=tuple(run.latencies(model) for model in range(len(workload.models))),
     )

@@ -83,8 +83,8 @@ class Link(Protocol):
     async def close(self) -> None:
         """Close both directions and wake all waiters; further calls do nothing.
 
-        The peer reads what was sent, then gets `LinkLost`; one that takes longer than 30 s may miss
-        the rest. Unread messages on this side are dropped.
+        The peer reads what was sent, then gets `LinkLost`; one that takes nothing for 5 s, or
+        longer than 30 s for all, may miss the rest. Unread messages on this side are dropped.
         """
         ...
 

@@ -17,11 +17,10 @@ from meshllm.errors import LinkLost, PeerFault
 from meshllm.transport.contract import Channel
 from meshllm.transport.laned_link import LanedLink
 from meshllm.transport.lanes import BACK, FIRST, NEXT, NUMBER_BYTES, PIECE_BYTES, head
+from meshllm.transport.linger import Linger
 
 CLOSE_WAIT_S = 0.5
-"""How long `close` waits for the peer to close too."""
-LINGER_S = 5.0
-"""A closing stream is aborted after this time."""
+"""How long `close` waits for the peer to close too; after that, `Linger` applies."""
 
 
 class StreamWire(asyncio.Protocol):
@@ -35,6 +34,7 @@ class StreamWire(asyncio.Protocol):
         self._address = address
         self._listener = listener
         self._stream: asyncio.Transport
+        self._linger: Linger
         self._closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._heard = asyncio.Event()  # data was received, or the stream has ended
         self._is_accepted = False
@@ -47,6 +47,7 @@ class StreamWire(asyncio.Protocol):
         """Start; a listener yields the link."""
         assert isinstance(transport, asyncio.Transport)
         self._stream = transport
+        self._linger = Linger(self._left, transport.abort)
         transport.set_write_buffer_limits(high=PIECE_BYTES)
         if self._listener is None:
             return
@@ -84,6 +85,7 @@ class StreamWire(asyncio.Protocol):
         self.is_writable = False
         self.link.end()
         self._closed.set_result(None)
+        self._linger.cancel()
         self._heard.set()
 
     async def accepted(self) -> LanedLink:
@@ -113,13 +115,16 @@ class StreamWire(asyncio.Protocol):
             self._stream.write_eof()
 
     async def wait_closed(self) -> None:
-        """Wait for the peer to close too; a timer aborts the stream after `LINGER_S`."""
+        """Wait up to `CLOSE_WAIT_S` for the peer to close too; then leave it to a timer."""
         if not self._closed.done():
-            asyncio.get_running_loop().call_later(LINGER_S, self._stream.abort)
+            self._linger.start()
         await asyncio.wait([self._closed], timeout=CLOSE_WAIT_S)
 
     def note_authentication(self, *, is_authenticated: bool) -> None:
         """Do nothing: a stream does not count unauthenticated peers."""
+
+    def _left(self) -> int:
+        return self.link.unsent + self._stream.get_write_buffer_size()
 
     def _read(self, data: memoryview) -> int:
         """Pass on complete headers and parts of bodies; return how many bytes were consumed."""

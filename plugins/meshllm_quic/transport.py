@@ -128,5 +128,5 @@ def _places(endpoint: Endpoint) -> tuple[str, ...]:
     own = [QuicAddress(host, endpoint.port) for host in endpoint.hosts]
     own.sort(key=lambda place: not ip_address(place.host).is_global)
     public = [place for place in own if ip_address(place.host).is_global]
-    relays = [QuicAddress(*relay, endpoint.identity.key) for relay in endpoint.relays.registered]
+    relays = [QuicAddress(*relay, endpoint.identity.key) for relay in endpoint.relays.addresses]
     return tuple(map(str, [*public, *relays, *own[len(public) :]]))

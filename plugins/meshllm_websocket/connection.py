@@ -19,6 +19,7 @@ from websockets.server import ServerProtocol
 from meshllm.errors import PeerFault
 from meshllm.transport.laned_link import LanedLink
 from meshllm.transport.lanes import PIECE_BYTES
+from meshllm.transport.linger import Linger
 from meshllm_websocket.frames import FrameReader, frame
 from meshllm_websocket.rate import delivery_rate
 
@@ -27,11 +28,7 @@ BUFFER_BYTES = 256 * 1024
 MAX_OPENING_BYTES = 16 * 1024
 """Longest handshake request or response; proxies add a few lines."""
 CLOSE_WAIT_S = 0.5
-"""How long `Link.close` waits for the peer's close frame; after that, `LINGER_S` applies."""
-LINGER_S = 5.0
-"""A closing connection is aborted if the peer accepts no data for this long."""
-MAX_LINGER_S = 30.0
-"""After so long it is aborted in any case: a peer may accept a few bytes at a time for days."""
+"""How long `Link.close` waits for the peer's close frame; after that, `Linger` applies."""
 KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPALIVE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 """Detects a dead machine after 60 s; TCP_KEEPALIVE is the macOS name of TCP_KEEPIDLE."""
 
@@ -83,7 +80,7 @@ class WebsocketConnection(asyncio.BufferedProtocol):
         self._reader: FrameReader
         self._pending_control = b""  # control frames that wait for room in the socket
         self._is_closing = False
-        self._linger_timer: asyncio.TimerHandle | None = None
+        self._linger: Linger
 
     @property
     def is_open(self) -> bool:
@@ -99,6 +96,7 @@ class WebsocketConnection(asyncio.BufferedProtocol):
         """Start the opening handshake."""
         assert isinstance(transport, asyncio.Transport)
         self.socket = transport
+        self._linger = Linger(self._left, transport.abort)
         host, port, *_ = transport.get_extra_info("peername") or ("", 0)  # it has been reset
         self.address = self.address or f"{host}:{port}"
         self.link = LanedLink(self, self.address)
@@ -155,7 +153,8 @@ class WebsocketConnection(asyncio.BufferedProtocol):
 
     async def wait_closed(self) -> None:
         """Wait up to `CLOSE_WAIT_S` until the socket is closed; after that, a timer closes it."""
-        self._linger()
+        if not self._closed.done():
+            self._linger.start()
         await asyncio.wait([self._closed], timeout=CLOSE_WAIT_S)
 
     def note_authentication(self, *, is_authenticated: bool) -> None:
@@ -180,8 +179,7 @@ class WebsocketConnection(asyncio.BufferedProtocol):
         self._handshake.closed(self)
         self.link.end()
         self._closed.set_result(None)
-        if self._linger_timer is not None:
-            self._linger_timer.cancel()
+        self._linger.cancel()
 
     def _open(self, data: memoryview) -> int:
         """Handle handshake bytes; return how many were consumed."""
@@ -227,19 +225,10 @@ class WebsocketConnection(asyncio.BufferedProtocol):
             self._is_closing = True
             self.link.end(reason)
             self.socket.close()
-            self._linger()
+            self._linger.start()
 
-    def _linger(self) -> None:
-        """Abort the connection if the peer accepts no more of the remaining data, or too slowly."""
-        if self._linger_timer is None and not self._closed.done():
-            self._check_linger(before=-1, until=self._loop.time() + MAX_LINGER_S)
-
-    def _check_linger(self, before: int, until: float) -> None:
-        left = self.link.unsent + self.socket.get_write_buffer_size()
-        if left == before or self._loop.time() >= until:
-            self.socket.abort()
-        else:
-            self._linger_timer = self._loop.call_later(LINGER_S, self._check_linger, left, until)
+    def _left(self) -> int:
+        return self.link.unsent + self.socket.get_write_buffer_size()
 
     def _feed(self, data: memoryview | bytes) -> list[Request | Response]:
         """Pass bytes to the library; return the requests and responses it parsed."""

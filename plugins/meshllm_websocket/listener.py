@@ -3,7 +3,9 @@
 import asyncio
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from http import HTTPStatus
+from ipaddress import ip_address
 from typing import Self
 
 from websockets.http11 import Request, Response
@@ -92,6 +94,10 @@ class WebsocketListener:
         elif (response := machine.accept(message)).status_code != HTTPStatus.SWITCHING_PROTOCOLS:
             self._refuse(connection, HTTPStatus.NOT_FOUND)
         else:
+            if host := forwarded_for(connection.link.peer_host, message):
+                self._half_open.remove(connection)
+                connection.link.peer_host = host
+                self._count(connection)
             machine.send_response(response)
             connection.transmit()
             connection.socket.pause_reading()  # until accepted: bounds the memory
@@ -125,7 +131,15 @@ class WebsocketListener:
         )
 
     def _count(self, connection: WebsocketConnection) -> None:
-        host = str(connection.socket.get_extra_info("peername")[0])
-        if (dropped := self._half_open.add(connection, host)) is not None:
+        if (dropped := self._half_open.add(connection, connection.link.peer_host)) is not None:
             logger.debug("dropped `%s` for `%s`", dropped.address, connection.address)
             dropped.abort()
+
+
+def forwarded_for(host: str, request: Request) -> str:
+    """Return the client that a proxy on this machine names; empty if there is no such proxy."""
+    said = request.headers.get_all("X-Forwarded-For")
+    with suppress(ValueError):  # a name, or an address with a port
+        if said and ip_address(host).is_loopback:
+            return str(ip_address(said[-1].rpartition(",")[2].strip()))
+    return ""

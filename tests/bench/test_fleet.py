@@ -7,11 +7,20 @@ from pathlib import Path
 
 import pytest
 
+from meshllm.bench.fleet import Site, open_fleet
+from meshllm.errors import MeshError
+
 PROGRAM = """
 import asyncio, sys
 from pathlib import Path
 from meshllm.bench.fleet import Site, open_fleet
 asyncio.run(open_fleet(Path("model"), [Site(prefix=tuple(sys.argv[1:]))], 1).__aenter__())
+"""
+
+SETTINGS = """
+import os
+is_own = os.environ["XDG_CONFIG_HOME"] == os.getcwd()
+raise SystemExit(f"{os.environ.get('MESHLLM_JOIN')} {os.listdir()} {is_own}")
 """
 
 
@@ -31,6 +40,25 @@ async def test_nodes_end_with_their_benchmark(tmp_path: Path) -> None:
         await benchmark.wait()
         while _runs(int(note.read_text())):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+
+async def test_a_node_that_ends_is_an_error_with_what_it_said(tmp_path: Path) -> None:
+    site = Site(prefix=(sys.executable, "-c", "raise SystemExit('error: no such model')"))
+
+    with pytest.raises(MeshError, match="ended with exit code 1: no such model"):
+        await open_fleet(tmp_path, [site], 1).__aenter__()
+
+
+async def test_nodes_have_none_of_the_users_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MESHLLM_JOIN", "XDG_CONFIG_HOME"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    site = Site(prefix=(sys.executable, "-c", SETTINGS))
+
+    with pytest.raises(MeshError, match=r"None \['0.log'\] True"):
+        await open_fleet(tmp_path, [site], 1).__aenter__()
 
 
 def _runs(pid: int) -> bool:

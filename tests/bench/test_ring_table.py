@@ -1,10 +1,14 @@
+from collections.abc import AsyncIterator, Sequence
+
 import pytest
 
 from meshllm.bench.fleet import Fleet
 from meshllm.bench.ring_table import TRANSFORMERS, Contestant, RingBenchmark, Run, measure, table
 from meshllm.errors import UserError
+from meshllm.model.steps.replay import SETTLED
 from meshllm.names import Quant
-from meshllm.request import Answer, Request
+from meshllm.node.ring.local_ring import LocalRing
+from meshllm.request import Answer, Request, Sampling
 
 PLAIN, ONE, TWO = Contestant(), Contestant(1), Contestant(2)
 
@@ -24,6 +28,23 @@ def test_every_contestant_gets_a_row() -> None:
     ]
     assert all(row.ttft_ms > 0 and row.ms_per_token > 0 for row in rows)
     assert report[2:] == ["warming up", "round 1 of 2", "round 2 of 2"]
+
+
+def test_a_ring_settles_its_steps_before_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    tokens = LocalRing.tokens
+
+    def noting(
+        ring: LocalRing, ids: Sequence[int], sampling: Sampling, most: int
+    ) -> AsyncIterator[int]:
+        asked.append(most)
+        return tokens(ring, ids, sampling, most)
+
+    monkeypatch.setattr(LocalRing, "tokens", noting)
+
+    measure(RingBenchmark("tiny", (1,), 8, 2, rounds=1, threads=1), lambda _: None)
+
+    assert asked == [SETTLED + 1, 2]
 
 
 @pytest.mark.socket
@@ -47,6 +68,7 @@ def test_a_ring_of_processes_is_measured_against_transformers(
     assert (plain.name, ring.name) == (TRANSFORMERS, "ring of 2, int8")
     assert ring.ms_per_token > 0
     assert (plain.hop_ms, ring.hop_ms > 0) == (0.0, True)
+    assert [each.max_tokens for each in asked] == [SETTLED + 1, 4]
     assert [len(each.ids) for each in asked] == [16, 16]  # transformers tokenizes nothing either
     assert asked[0].ids != asked[1].ids
 

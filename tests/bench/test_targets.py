@@ -48,6 +48,10 @@ async def test_the_error_of_a_door_is_raised(client: httpx2.AsyncClient) -> None
     ("status", "text", "told"),
     [
         (502, "{}", "HTTP status 502"),
+        (502, "<html>Bad Gateway</html>", "HTTP status 502"),
+        (429, '{"error": {"message": "Too many", "code": null, "param": 1}}', "^Too many$"),
+        (404, '{"error": {"message": "No such model", "code": 404}}', "^No such model$"),
+        (404, '{"error": "Not found"}', "^Not found$"),
         (200, "data: [1]\n\n", "no JSON object"),
         (200, 'data: {"error": {"message": "It broke", "code": "x"}}\n\n', "It broke"),
         (200, ": patience\n\ndata: [DONE]\n\n", "reported no usage"),
@@ -95,6 +99,16 @@ async def test_a_door_that_needs_a_key_says_how_to_give_one(
             pass
 
     assert raised.value.hint == "`--key-file FILE` reads one"
+
+
+async def test_a_door_without_models_tells_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = httpx2.MockTransport(lambda _: httpx2.Response(502, text="<html>"))
+    plain = httpx2.AsyncClient
+    monkeypatch.setattr(httpx2, "AsyncClient", lambda **terms: plain(transport=transport, **terms))
+
+    with pytest.raises(MeshError, match="HTTP status 502"):
+        async with open_door_target("http://door/v1", None, None):
+            pass
 
 
 async def test_a_backend_answers_with_its_tokens() -> None:

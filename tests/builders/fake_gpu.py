@@ -74,6 +74,9 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traffic]:
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "device", lambda _: nullcontext())
         patch.setattr(torch.cuda, "current_stream", lambda _: traffic)
+        patch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 30, 1 << 30))
+        patch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
+        patch.setattr(torch.cuda, "memory_allocated", lambda _: 0)
         patch.setattr(torch.Tensor, "pin_memory", lambda x: x)
         with traffic:
             yield traffic

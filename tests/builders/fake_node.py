@@ -40,7 +40,7 @@ def told() -> MeshStatus:
     assert status.ring.measured
     hop = replace(
         status.ring.measured.hops[0],
-        node="desk1bc", compute_ms=3.0, serialise_ms=0.25, queue_ms=0.125, wire_ms=0.5,
+        node="atti0bc", compute_ms=3.0, serialise_ms=0.25, queue_ms=0.125, wire_ms=0.5,
     )  # fmt: skip
     status = with_ring(
         status,

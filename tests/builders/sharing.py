@@ -196,10 +196,10 @@ class SharedMesh:
     def _profile(self, node: NodeId) -> Profile:
         layer_s = ((1, self.layer_s.get(node, LAYER_S)),)
         part, charters = self._part(node), {at.id: at.charter for at in groups_of(self.charter)}
-        first = charters.get(part.first)
+        first = charters.get(part.first) if node not in self.unmeasured else None
         return Profile(
             "n", "1", (), self.memory[node],
-            layer_s if first and node not in self.unmeasured else (),
+            layer_s if first else (),
             model=first.shape.name if first else "",
             weights=self._weights(node, first) if first else (),
             models=tuple(each.key for each in self.charter.served),

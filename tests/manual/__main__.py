@@ -33,6 +33,7 @@ EXIT_STATUS = (
     ("8", "No capacity for the request now; retry later."),
     ("130", "Interrupted."),
     ("141", "The reader of standard output closed the pipe."),
+    ("143", "Terminated."),
 )
 
 _FILES = (
@@ -45,6 +46,10 @@ _FILES = (
         "~/.local/state/meshllm/door.sock",
         "Socket of the running node; `--state` names another folder. For its owner only.",
     ),
+    (
+        "~/.local/state/meshllm/node.key, mesh.json",
+        "Key of the node, and its mesh; readable by its owner only.",
+    ),
     ("~/.local/state/meshllm/history", "Lines typed in conversations; readable by its owner only."),
     (
         "~/.local/state/meshllm/api.sqlite",
@@ -54,7 +59,8 @@ _FILES = (
     (
         "~/.cache/meshllm",
         "Measurements and verification results of this machine, packed weights and compiled"
-        " kernels, shared by all nodes of the user; may be deleted at any time.",
+        " kernels, shared by all nodes of the user; may be deleted at any time, but for `weights`,"
+        " which came from other nodes and may be the last copy.",
     ),
     (
         "~/Library/Application Support/meshllm, ~/Library/Caches/meshllm",

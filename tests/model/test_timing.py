@@ -305,7 +305,7 @@ def test_where_little_memory_is_free_fewer_layers_are_timed(
     source = tiny_model(tmp_path, "llama")
     sizes = module._sizes(build(source.config, torch.bfloat16))
     assert len(sizes) == 6
-    monkeypatch.setattr(module, "memory_budget", lambda: 4 * layers * sizes[0] + 3)
+    monkeypatch.setattr(module, "memory_budget", lambda **_: 4 * layers * sizes[0] + 3)
     monkeypatch.setattr(module, "_LEAST_BYTES", 0)
     monkeypatch.setattr(module, "_typical", lambda seconds, rows, _: seconds(rows))
     random_shard, spans = module._random_shard, list[Span]()
@@ -329,7 +329,7 @@ def test_caches_are_evicted_with_memory_that_is_free(
 ) -> None:
     monkeypatch.setattr(module, "_COLD_BYTES", 2000)
     monkeypatch.setattr(module, "_LEAST_BYTES", 500)
-    monkeypatch.setattr(module, "memory_budget", lambda: free)
+    monkeypatch.setattr(module, "memory_budget", lambda **_: free)
     made: list[int] = []
     empty = torch.empty
 

@@ -81,10 +81,18 @@ async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
 
 async def until(claim: Callable[[], bool], node: MeshNode) -> None:
     """Wait for changes of a node until the claim holds."""
-    async with asyncio.timeout(PATIENCE_S):
-        async for _ in node.state.changes():
-            if claim():
-                return
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            async for _ in node.state.changes():
+                if claim():
+                    return
+    except TimeoutError:
+        status = report_of(node)
+        rings = [(each.model, each.replica, each.state, each.reason) for each in status.rings]
+        nodes = [(each.name, each.state, each.reason) for each in status.nodes]
+        about = f"{node.name}: {status.ring.reason!r}, {rings}, {nodes}"
+        told = "a change was not told" if claim() else "the claim does not hold"
+        raise AssertionError(f"{told} after {PATIENCE_S:.0f} s; {about}") from None
 
 
 def report_of(node: MeshNode) -> MeshStatus:

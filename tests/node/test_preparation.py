@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from meshllm.errors import ModelError, UserError
+from meshllm.errors import ModelError, OutOfMemory, UserError
 from meshllm.model.capacity import shape_of
 from meshllm.model.files.source import resolve
 from meshllm.model.shape import process_memory
@@ -136,6 +136,49 @@ async def test_damaged_weights_are_reported_with_the_offer(llama: Path, tmp_path
     engine, _ = await preparation.found()
 
     with pytest.raises(ModelError, match="is damaged"):
+        await preparation.offer(engine, EMPTY)
+
+
+@pytest.mark.parametrize(
+    "lack", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+)
+async def test_a_lack_of_memory_while_a_model_is_measured_is_reported(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lack: Exception
+) -> None:
+    def refusing(*_: object) -> None:
+        raise lack
+
+    preparation = prepare(tmp_path, model=str(llama))
+    engine, _ = await preparation.found()
+    monkeypatch.setattr("meshllm.node.preparation.measure_speed", refusing)
+
+    with pytest.raises(OutOfMemory, match="Not enough memory to prepare"):
+        await preparation.offer(engine, EMPTY)
+
+
+async def test_a_lack_of_memory_while_a_model_is_opened_is_reported(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refusing(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("meshllm.node.ring.model_runtime.shape_of", refusing)
+
+    with pytest.raises(OutOfMemory, match="Not enough memory to prepare"):
+        await prepare(tmp_path, model=str(llama)).found()
+
+
+async def test_a_bug_while_a_model_is_measured_keeps_its_type(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object) -> None:
+        raise RuntimeError("shapes do not match")
+
+    preparation = prepare(tmp_path, model=str(llama))
+    engine, _ = await preparation.found()
+    monkeypatch.setattr("meshllm.node.preparation.measure_speed", failing)
+
+    with pytest.raises(RuntimeError, match="shapes do not match"):
         await preparation.offer(engine, EMPTY)
 
 

@@ -96,6 +96,15 @@ def test_without_a_plan_it_waits(node: Owned) -> None:
     assert asyncio.run(node.control.models()) == []
 
 
+def test_the_terms_of_the_ring_are_told(node: Owned) -> None:
+    charter = node.view.charter
+    assert charter
+
+    node.see(charter=replace(charter, members=2, exclude=(node.view.me,)))
+
+    assert (node.ring().members, node.ring().exclude) == (2, (show(node.view.me),))
+
+
 def test_an_impossible_prediction_is_left_out(node: Owned) -> None:
     assert node.view.agreement
     node.see(agreement=replace(node.view.agreement, plan=None, offers=()))

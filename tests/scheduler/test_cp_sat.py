@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from meshllm.scheduler import cp_sat, schedule
@@ -5,7 +7,7 @@ from meshllm.scheduler.cp_sat import is_installed, pool_of, search_by_solver
 from meshllm.scheduler.options import Options
 from meshllm.scheduler.schedule import finalists
 from meshllm.scheduler.search import Found, search, search_exactly, search_locally
-from tests.builders.meshes import random_mesh
+from tests.builders.meshes import A100, LLAMA_8B, LLAMA_13B, mesh, random_mesh, served
 
 needs_solver = pytest.mark.skipif(not is_installed(), reason="needs `meshllm[plan]`")
 
@@ -55,6 +57,16 @@ def test_the_solver_is_as_good_as_the_local_search(seed: int) -> None:
 
     assert found.mean_s <= 1.01 * search_locally(options)[0].mean_s
     assert search_by_solver(options) == [found]
+
+
+@needs_solver
+def test_the_solver_serves_every_model_however_long_the_queue_of_one() -> None:
+    pair = replace(A100, count=2)
+    options = Options(mesh(served(LLAMA_8B, 1e4), served(LLAMA_13B, 1e-4), kinds=(pair,)))
+
+    (found,) = search_by_solver(options)
+
+    assert [options.all[at].model for at in found.chosen] == [0, 1]
 
 
 @needs_solver

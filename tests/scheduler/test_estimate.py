@@ -13,7 +13,7 @@ from tests.builders.meshes import A100, CHAT, GH200, KINDS, LLAMA_8B, LLAMA_70B,
 CASES = {
     "one machine": (mesh(served(LLAMA_8B)), (0,)),
     "engine of its own": (mesh(served(LLAMA_8B), kinds=(replace(A100, is_provider=True),)), (0,)),
-    "ring of two kinds": (mesh(served(LLAMA_70B), kinds=(A100, GH200)), (0, 1)),
+    "ring of two kinds": (mesh(served(LLAMA_70B), kinds=(A100, GH200)), (0, 0, 1)),
     "slow ring": (mesh(served(LLAMA_8B), kinds=(KINDS[4],)), (0, 0, 0)),
 }
 

@@ -2,10 +2,24 @@ from dataclasses import replace
 
 import pytest
 
-from meshllm.protocol.planning.plan import LinkSpeed
+from meshllm.names import Span
+from meshllm.protocol.planning.plan import Ends, LinkSpeed, Plan, PlanStage
+from meshllm.protocol.planning.problem import memory_for
+from meshllm.scheduler.load import Lengths, ModelLoad
 from meshllm.scheduler.placement import ReplicaOption, Spread, Workload, make_option
 from meshllm.scheduler.proportional import memory_proportional
-from tests.builders.meshes import A100, GH200, GIB, KINDS, LLAMA_8B, LLAMA_70B, mesh, served
+from tests.builders.meshes import (
+    A100,
+    CHAT,
+    GH200,
+    GIB,
+    KINDS,
+    LLAMA_8B,
+    LLAMA_70B,
+    mesh,
+    served,
+)
+from tests.builders.offers import A
 
 DESKTOP = KINDS[4]
 PAIR = mesh(served(LLAMA_70B), kinds=(A100, GH200))
@@ -47,6 +61,21 @@ def test_a_model_that_does_not_fit_has_no_option() -> None:
     assert make_option(PAIR, 0, (0, 0, 0), Spread.BALANCED) is not None
 
 
+@pytest.mark.parametrize("load", [CHAT, replace(CHAT, prompt=Lengths((50_000,)))])
+def test_a_machine_holds_a_model_with_the_memory_that_the_mesh_asks_for(load: ModelLoad) -> None:
+    model = served(LLAMA_8B, 1.0, load)
+    whole = Plan(1, "llama", Ends.ENTRY, (PlanStage(A, Span(0, LLAMA_8B.layers)),))
+    sizes = model.sizes
+    least = memory_for(whole, A, sizes, sessions=1, reserve=sizes.workspace_bytes)
+
+    def fits(memory: int) -> bool:
+        where = mesh(model, kinds=(replace(A100, memory_bytes=memory),))
+        return make_option(where, 0, (0,), Spread.BALANCED) is not None
+
+    assert fits(least)
+    assert not fits(least - 2)
+
+
 def test_a_provider_serves_whole_models_only() -> None:
     node = replace(A100, devices=4, memory_bytes=320 * GIB, is_provider=True, device_link=300e9)
     cluster = mesh(served(LLAMA_70B), kinds=(node,))
@@ -62,8 +91,9 @@ def test_sessions_get_the_memory_that_weights_leave() -> None:
     option = make_option(mesh(served(LLAMA_8B)), 0, (0,), Spread.BALANCED)
 
     assert option is not None
-    spare = 80 * GIB * 0.8 - 2 * 8.03e9
-    assert option.engine.room_tokens == pytest.approx(spare / (128 << 10), rel=0.01)
+    workspace = served(LLAMA_8B).sizes.workspace_bytes
+    spare = (80 * GIB - workspace) * 0.8 - 2 * 8.03e9
+    assert option.engine.room_tokens == pytest.approx(spare / (128 << 10), rel=0.001)
 
 
 def test_a_ring_visits_near_machines_one_after_another() -> None:

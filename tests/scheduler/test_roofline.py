@@ -1,11 +1,17 @@
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
 from meshllm.errors import UserError
+from meshllm.model.capacity import shape_of
+from meshllm.model.shape import workspace_bytes
 from meshllm.names import NodeId, Quant
 from meshllm.scheduler.architecture import Architecture
 from meshllm.scheduler.machine import Costs, MachineKind
+from meshllm.testing.models import tiny_model
 
 LLAMA_8B = {
     "hidden_size": 4096,
@@ -74,6 +80,17 @@ def test_a_cache_holds_keys_and_values_of_the_kv_heads() -> None:
     sizes = Architecture.from_config("model", LLAMA_8B).sizes(4096)
 
     assert sum(sizes.kv_bytes_per_token) == 128 << 10
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_a_forward_takes_as_much_memory_as_a_node_keeps_for_it(tmp_path: Path, family: str) -> None:
+    source = tiny_model(tmp_path, family)
+    config = json.loads((source.folder / "config.json").read_text())
+    shape = shape_of(source, torch.bfloat16)
+
+    sizes = Architecture.from_config("model", config).sizes(shape.context)
+
+    assert sizes.workspace_bytes == pytest.approx(workspace_bytes(shape), rel=0.02)
 
 
 def test_a_step_of_one_row_is_bound_by_memory() -> None:

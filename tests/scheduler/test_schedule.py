@@ -8,8 +8,9 @@ import pytest
 from meshllm.errors import ModelError
 from meshllm.scheduler.load import Lengths, ModelLoad, sample
 from meshllm.scheduler.machine import MachineKind
+from meshllm.scheduler.options import Options
 from meshllm.scheduler.placement import ReplicaOption, ServedModel, Spread, make_option
-from meshllm.scheduler.schedule import Assessment, Schedule, assess, one_more, schedule
+from meshllm.scheduler.schedule import Assessment, Schedule, assess, finalists, one_more, schedule
 from meshllm.scheduler.simulator import Arrival
 from tests.bench.placements import compare
 from tests.builders.meshes import (
@@ -140,15 +141,24 @@ def test_the_runner_up_is_another_placement_and_no_better(of_static: Schedule) -
     assert runner_up.replicas != best.replicas
 
 
-def test_one_more_machine_of_a_kind_never_hurts() -> None:
+def test_one_more_machine_of_each_kind_is_told_and_a_fast_one_helps() -> None:
     asked = sample([each.load for each in STATIC.models], 1500)
     best = schedule(STATIC, asked).best
 
     found = one_more(STATIC, best, asked)
 
     assert [each.kind for each in found] == ["a100", "gh200"]
-    assert all(each.mean_s <= best.mean_s for each in found)
     assert found[1].mean_s < best.mean_s
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+def test_a_larger_mesh_is_searched_for_a_placement_that_is_as_good(kind: int) -> None:
+    kinds = list(STATIC.kinds)
+    kinds[kind] = replace(kinds[kind], count=kinds[kind].count + 1)
+
+    larger = finalists(Options(replace(STATIC, kinds=tuple(kinds))))[0]
+
+    assert larger.mean_s <= finalists(Options(STATIC))[0].mean_s
 
 
 @pytest.mark.parametrize("seed", [1, 2, 4, 8, 21])
@@ -173,6 +183,14 @@ def test_a_model_that_no_machines_hold_is_named() -> None:
 def test_models_that_do_not_fit_together_are_refused() -> None:
     with pytest.raises(ModelError, match="do not hold all 2 models at once"):
         schedule(mesh(served(LLAMA_8B), served(LLAMA_8B, 1.0, CHAT), kinds=(A100,)))
+
+
+def test_a_placement_without_a_model_is_infinitely_slow_also_if_nobody_asks_for_it() -> None:
+    both = mesh(served(LLAMA_8B), served(LLAMA_13B), kinds=(A100,))
+    (option,) = [each for each in Options(both).all if not each.model]
+    asked = [each for each in sample([each.load for each in both.models], 100) if not each.model]
+
+    assert assess(both, [option], asked).mean_s == inf
 
 
 def test_placements_that_are_about_as_good_are_compared_by_further_draws(

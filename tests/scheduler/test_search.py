@@ -1,13 +1,14 @@
 """The search against brute force: every way to group machines, labelled with every model."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
 from meshllm.scheduler.options import Options
 from meshllm.scheduler.placement import Workload
-from meshllm.scheduler.search import search, search_exactly, search_locally
-from tests.builders.meshes import random_mesh
+from meshllm.scheduler.search import Found, search, search_exactly, search_locally
+from tests.builders.meshes import A100, LLAMA_8B, LLAMA_13B, mesh, random_mesh, served
 
 SMALL = range(12)
 
@@ -85,6 +86,18 @@ def test_the_answer_does_not_depend_on_the_run() -> None:
     first, second = (search(Options(random_mesh(29))) for _ in range(2))
 
     assert first == second
+
+
+@pytest.mark.parametrize("searching", [search_exactly, search_locally])
+def test_a_model_that_is_rarely_asked_for_has_a_replica_however_long_the_queue_of_another(
+    searching: Callable[[Options], list[Found]],
+) -> None:
+    pair = replace(A100, count=2)
+    options = Options(mesh(served(LLAMA_8B, 100.0), served(LLAMA_13B, 1e-4), kinds=(pair,)))
+
+    best = searching(options)[0]
+
+    assert [options.all[at].model for at in best.chosen] == [0, 1]
 
 
 def test_an_option_can_be_left_out() -> None:

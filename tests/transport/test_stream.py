@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 
 from meshllm.errors import LinkLost, PeerFault
+from meshllm.testing.clock import run_virtual
 from meshllm.testing.transports import Terms, check_transport
 from meshllm.transport.contract import MAX_MESSAGE_BYTES, Link
 from meshllm.transport.lanes import BACK, CREDIT, FIRST, NEXT, PIECE_BYTES, head
+from meshllm.transport.linger import STALL_S
+from meshllm.transport.stream import StreamWire
 from tests.transport.unix import UnixTransport
 
 
@@ -84,6 +87,42 @@ async def test_a_listener_that_closes_before_it_accepts_is_a_lost_link(tmp_path:
         await UnixTransport().dial(f"unix:{path}")
 
     server.close()
+
+
+class SlowReader(asyncio.Transport):
+    """A stream whose peer takes a byte per second."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.left = size
+        self.is_aborted = False
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None: ...
+
+    def is_closing(self) -> bool:
+        return True
+
+    def get_write_buffer_size(self) -> int:
+        return max(0, self.left - int(asyncio.get_running_loop().time()))
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+def test_a_peer_that_reads_slowly_gets_the_rest_after_close() -> None:
+    run_virtual(_close_on_a_slow_reader())
+
+
+async def _close_on_a_slow_reader() -> None:
+    wire, reader = StreamWire("there"), SlowReader(20)
+    wire.connection_made(reader)
+
+    await wire.link.close()
+    await asyncio.sleep(19.0)
+    assert not reader.is_aborted
+    await asyncio.sleep(2 * STALL_S + 1.0)
+
+    assert reader.is_aborted
 
 
 async def test_a_cancelled_dial_leaves_no_stream(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ of nodes nor how much others ask.
 from dataclasses import dataclass, replace
 
 from meshllm.api.generation.precision import precision_of
-from meshllm.names import Span
+from meshllm.names import SHORT_LETTERS, Span
 from meshllm.status import (
     LossCounts,
     Measured,
@@ -123,6 +123,10 @@ class PageStatus:
     reason: str
     epoch: int
     policy: str
+    members: int | None
+    """Nodes that the ring should have; null lets the policy choose."""
+    exclude: tuple[str, ...]
+    """Nodes that hold no layers, as `PageNode.id`; hidden from guests."""
     model: str
     precision: str
     layers: int
@@ -164,6 +168,8 @@ def view_of(status: MeshStatus, *, is_public: bool) -> PageStatus:
         reason="" if is_public else ring.reason,
         epoch=ring.epoch,
         policy=ring.policy,
+        members=ring.members,
+        exclude=() if is_public else tuple(each[:SHORT_LETTERS] for each in ring.exclude),
         model=model.name if model else "",
         precision=precision_of(model) if model else "",
         layers=model.layers if model else 0,
@@ -190,7 +196,10 @@ def view_of(status: MeshStatus, *, is_public: bool) -> PageStatus:
 def _hops(ring: RingStatus, names: dict[str, tuple[str, str]]) -> tuple[PageHop, ...]:
     last = ring.measured.hops if ring.measured else ()
     # The latest answer may be that of an earlier ring.
-    measured = {(hop.rank, hop.layers): PageTimes(hop.compute_ms, hop.wire_ms) for hop in last}
+    measured = {
+        (hop.rank, hop.node[:SHORT_LETTERS], hop.layers): PageTimes(hop.compute_ms, hop.wire_ms)
+        for hop in last
+    }
     planned = ring.predicted.hops if ring.predicted else ()
     predicted = {hop.rank: PageTimes(hop.compute_ms, hop.wire_ms) for hop in planned}
     unknown = PageTimes()
@@ -198,7 +207,7 @@ def _hops(ring: RingStatus, names: dict[str, tuple[str, str]]) -> tuple[PageHop,
         PageHop(
             *names.get(stage.node, (stage.node[:7], stage.node[:7])),
             stage.layers,
-            measured.get((rank, stage.layers), unknown),
+            measured.get((rank, stage.node[:SHORT_LETTERS], stage.layers), unknown),
             predicted.get(rank, unknown),
         )
         for rank, stage in enumerate(ring.stages)

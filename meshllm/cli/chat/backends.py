@@ -45,11 +45,7 @@ def choose(
         UserError: a flag contradicts the backend.
     """
     if flags["nodes"] is not None:
-        if flags["join"] is not None:
-            raise UserError(
-                "`--nodes`, a ring in this process, cannot be combined with `--join`",
-                hint="omit one of them",
-            )
+        _refuse_beside_nodes(flags)
         return open_local, _of_first(chosen, flags), _here(chosen)
     if flags["join"] is None and is_running(chosen):
         node = _open_named if names_hops else open_client
@@ -256,6 +252,15 @@ def _awaited(status: "MeshStatus", model: "ModelStatus | None") -> str:
         return render.one_line(status.ring.reason)
     own = rings[0].status  # which knows more than others of the mesh
     return render.one_line((own and own.reason) or rings[0].reason)
+
+
+def _refuse_beside_nodes(flags: Mapping[str, Scalar]) -> None:
+    for name in ("join", "state"):
+        if flags[name] is not None:
+            raise UserError(
+                f"`--nodes`, a ring in this process, cannot be combined with `--{name}`",
+                hint="omit one of them",
+            )
 
 
 def _refuse(flags: Mapping[str, Scalar], names: tuple[str, ...], reason: str) -> None:

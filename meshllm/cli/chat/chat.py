@@ -104,7 +104,7 @@ def chat(
     if raw and thinks is not None:
         raise UserError("`--raw` cannot be combined with `--think`", hint="omit one of them")
     wanted = _read_schema(schema) if schema else None
-    mode = mode_of(outline) if outline else None
+    mode = None if outline is None else mode_of(outline)
     text = read_prompt(prompt, sys.stdin)
     ends = tuple(stop or ())
     opener: Opener

@@ -234,7 +234,8 @@ def _load(conversation: Conversation, argument: str) -> str:
         for name, value in content["settings"].items()
         if name in _SAVED and value is not None
     }
-    conversation.settings = change(conversation.settings, {"system": None} | values)
+    unset: dict[str, Scalar] = dict.fromkeys(("system", *Settings().unset))
+    conversation.settings = change(conversation.settings, unset | values)
     conversation.turns = [
         Turn(role=turn["role"], content=turn["content"]) for turn in content["turns"]
     ]

@@ -1,8 +1,10 @@
 """Reads the prompt from the argument, a pipe, or both."""
 
+import errno
 from typing import TextIO
 
 from meshllm.errors import UserError
+from meshllm.local_files import reason_of
 
 MAX_PIPED_BYTES = 64 << 20  # text of some 16 million tokens: no context is as long
 
@@ -14,7 +16,7 @@ def read_prompt(argument: str | None, stdin: TextIO | None) -> str | None:
     shells do.
 
     Raises:
-        UserError: the prompt is empty, too long or not UTF-8.
+        UserError: the prompt is empty, too long, not UTF-8, or cannot be read.
     """
     if argument is None and stdin is not None and stdin.isatty():
         return None
@@ -37,7 +39,12 @@ def check_utf8(text: str, what: str) -> str:
 
 
 def _read(stdin: TextIO) -> str:
-    data = stdin.buffer.read(MAX_PIPED_BYTES + 1)
+    try:
+        data = stdin.buffer.read(MAX_PIPED_BYTES + 1)
+    except OSError as error:
+        if error.errno == errno.EBADF:  # not open for reading: `nohup` leaves it so
+            return ""
+        raise UserError(f"Standard input cannot be read: {reason_of(error)}") from None
     if len(data) > MAX_PIPED_BYTES:
         raise UserError(
             f"Standard input has more than {MAX_PIPED_BYTES} bytes",

@@ -133,9 +133,9 @@ def bench(
         if is_given(invocation, name):
             option = f"--{name.replace('_', '-')}"
             raise UserError(f"`{option}` needs `--replay`", hint="add `--replay FILE`, or omit it")
-    from meshllm.cli.shared.signals import unwinding_on_sigterm
+    from meshllm.cli.shared.signals import unwinding_on_signals
 
-    invocation.with_resource(unwinding_on_sigterm())  # nodes end, and files are removed
+    invocation.with_resource(unwinding_on_signals())  # nodes end, and files are removed
     threads = chosen.threads
     quants = _quants(quant or Quant.NONE)
     about: dict[str, Any] = {"model": model, "rounds": rounds}

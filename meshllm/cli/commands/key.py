@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated
 
@@ -172,8 +172,10 @@ def _is_running(chosen: Settings) -> bool:
 def _read_key() -> str:
     from meshllm.api.access.accounts import MAX_KEY_CHARS
 
+    line = b""
+    with suppress(OSError):  # such as the stdin that `nohup` leaves, which is for writing only
+        line = b"" if sys.stdin is None else sys.stdin.buffer.readline(2 * MAX_KEY_CHARS)
     # In Latin-1, as HTTP headers are decoded: any byte is a character.
-    line = b"" if sys.stdin is None else sys.stdin.buffer.readline(2 * MAX_KEY_CHARS)
     key = line.decode("latin-1").strip()
     if not 0 < len(key) <= MAX_KEY_CHARS:
         raise UserError(f"stdin has no key of 1 to {MAX_KEY_CHARS} characters")

@@ -62,7 +62,8 @@ def relay(
 
     Run it on a public server: it needs no model and sees only encrypted bytes. Nodes that can reach
     each other soon switch to a direct path by hole punching; for the others it forwards, over UDP
-    or, if UDP is blocked, WebSocket on the same port number. stdout is the command for the nodes.
+    or, if UDP is blocked, WebSocket on the same port number. All nodes together may send 16 times
+    `--rate`, and one host 64 GB a day. stdout is the command for the nodes.
     The TCP port also serves `/metrics` and `/healthz`. Ctrl-C, SIGTERM or the end of
     its terminal stops it.
     """

@@ -28,7 +28,7 @@ class ReplayOptions:
     url: str | None = None
     """Base URL of an OpenAI-compatible API."""
     key_file: Path | None = None
-    """Its first line is the API key."""
+    """Its first key is that of the API."""
     nodes: int | None = None
     """Of a ring in this process."""
 
@@ -127,6 +127,7 @@ async def _local(options: ReplayOptions, chosen: Settings, nodes: int) -> AsyncI
 
     from meshllm.bench.ring_table import DIMENSIONS, random_model
     from meshllm.bench.targets import BackendTarget
+    from meshllm.cli.shared.signals import unwinding_on_signals
     from meshllm.model.files.source import resolve
     from meshllm.model.locate import BUILTIN
     from meshllm.node.options import InferenceConfig
@@ -135,13 +136,14 @@ async def _local(options: ReplayOptions, chosen: Settings, nodes: int) -> AsyncI
     name = options.model or BUILTIN
     is_random = name in DIMENSIONS
     inference = InferenceConfig(device=chosen.device, threads=chosen.threads)
-    with random_model(name, torch.bfloat16) if is_random else nullcontext(name) as found:
+    model = random_model(name, torch.bfloat16) if is_random else nullcontext(name)
+    with unwinding_on_signals(), model as found:  # its files are removed
         ring = open_local_ring(resolve(str(found)), RingOptions(nodes, inference=inference))
         async with ring as backend:
             yield BackendTarget(backend)
 
 
 def _key(path: Path) -> str:
-    from meshllm.api.tcp import read_keys
+    from meshllm.api.tcp import read_key_file
 
-    return read_keys(path)[0]
+    return read_key_file(path)[0]

@@ -20,29 +20,35 @@ def check_ports(transports: Sequence[str], listen: Sequence[str]) -> Iterator[Fi
     """Try to bind the ports on which a node would listen."""
     for transport in transports:
         is_udp = transport in DATAGRAMS
-        own = [
-            each for each in listen if "://" not in each or (_scheme(each) in DATAGRAMS) == is_udp
-        ]
-        if own or not listen:
-            yield check_free_port(own[0] if own else None, is_udp=is_udp)
+        for address in listen:
+            if "://" not in address or (_scheme(address) in DATAGRAMS) == is_udp:
+                yield check_free_port(address, is_udp=is_udp)
+        if not listen:
+            yield check_free_port(None, is_udp=is_udp)
 
 
 def check_free_port(listen: str | None, *, is_udp: bool = False) -> Finding:
     """Try to bind the port on which a node would listen."""
-    port = PORT if listen is None else _place(listen)[1]
-    kind = socket.SOCK_DGRAM if is_udp else socket.SOCK_STREAM
+    host, port = ("", PORT) if listen is None else _place(listen)
     what = f"UDP port {port}" if is_udp else f"port {port}"
-    with socket.socket(socket.AF_INET, kind) as probe:
+    try:
+        _bind(host if port else "", port, is_udp=is_udp)
+    except OSError as error:
+        found = f"{what} is not available: {error.strerror}"
+        if listen is None:
+            return Finding("warn", "port", found, "nothing to do: the node picks another port")
+        return Finding("fail", "port", found, "choose another with `--listen`")
+    return Finding("ok", "port", f"{what.removeprefix('port ')} is free")
+
+
+def _bind(host: str, port: int, *, is_udp: bool) -> None:
+    """Bind a port for a moment; an empty host is every interface with IPv4."""
+    kind = socket.SOCK_DGRAM if is_udp else socket.SOCK_STREAM
+    family, *_, address = socket.getaddrinfo(host or "0.0.0.0", port, type=kind)[0]
+    with socket.socket(family, kind) as probe:
         if not is_udp:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            found = f"{what} is not available: {error.strerror}"
-            if listen is None:
-                return Finding("warn", "port", found, "nothing to do: the node picks another port")
-            return Finding("fail", "port", found, "choose another with `--listen`")
-    return Finding("ok", "port", f"{what.removeprefix('port ')} is free")
+        probe.bind(address)
 
 
 def check_listening(address: str) -> Finding:

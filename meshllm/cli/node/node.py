@@ -93,8 +93,9 @@ def node(
     holds layers of the model that lacks nodes most, if it is on this machine or another node can
     send it. It prints a ticket and the command for the next machine to stdout, unless it knows all
     `--members`, and logs to stderr. The first Ctrl-C or SIGTERM lets the other nodes take its
-    layers over, finishes the requests of its clients and leaves the mesh; the second exits at once.
-    The end of its terminal does the same as the first, unless `nohup` started it.
+    layers over, finishes the requests of its clients, for a minute at most, and leaves the mesh;
+    the second exits at once. The end of its terminal does the same as the first, unless `nohup`
+    started it.
     """
     discovery = False if no_discovery else None
     config = load({**flags, "transport": transport, "discovery": discovery})
@@ -105,6 +106,11 @@ def node(
                 f"`{flag}` has no effect without `--serve`", hint="add `--serve HOST:PORT`"
             )
     if print_service:
+        if ticket_file is not None:
+            raise UserError(
+                "`--ticket-file` cannot be combined with `--print-service`, which starts no node",
+                hint="omit one of them",
+            )
         print_unit(config)
         return
     run_node(invocation, config, ticket_file)
@@ -353,7 +359,10 @@ async def _invite(opened: "MeshNode", notify: Callable[[Notice], None], file: Pa
     if file is not None:
         _write_private(file, f"{ticket}\n")
     notify(Notice("ready", f"ticket for {more}, and the command:"))
-    render.out(_lines_of(ticket), end="")
+    try:
+        _put_ticket(ticket)
+    except MeshError as error:
+        notify(_unprinted("the ticket", error))
     return ticket
 
 
@@ -382,8 +391,7 @@ async def _print_with_relay(
                 try:
                     _print_again(again, notify, file)
                 except MeshError as error:
-                    text = f"the ticket that leads to the relay was not printed: {error}"
-                    notify(Notice("unprinted", f"{text}; `meshllm ring ticket` prints one"))
+                    notify(_unprinted("the ticket that leads to the relay", error))
                 return
 
 
@@ -392,10 +400,19 @@ def _print_again(ticket: str, notify: Callable[[Notice], None], file: Path | Non
         _write_private(file, f"{ticket}\n")
     text = "the relay has answered: this ticket, the same one, also leads there:"
     notify(Notice("ticket", text))
+    _put_ticket(ticket)
+
+
+def _put_ticket(ticket: str) -> None:
     try:
         render.put(_lines_of(ticket))
     except OSError as error:
         raise MeshError(f"stdout cannot be written: {reason_of(error)}") from None
+
+
+def _unprinted(what: str, error: MeshError) -> Notice:
+    text = f"{what} was not printed: {error}; `meshllm ring ticket` prints one"
+    return Notice("unprinted", text)
 
 
 def _is_relayed(address: str) -> bool:

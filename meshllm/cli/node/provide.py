@@ -71,7 +71,8 @@ def provide(
 
     An engine that does not list its model, such as `transformers serve`, needs `--offer`, which can
     also shorten a name. While the engine does not answer, its models are not offered. The
-    first Ctrl-C or SIGTERM finishes the requests, leaves the mesh and stops the engine.
+    first Ctrl-C or SIGTERM finishes the requests, for a minute at most, leaves the mesh and stops
+    the engine.
     """
     if bool(command) == bool(url):
         raise UserError(

@@ -76,7 +76,7 @@ def serve(
     `--print-service` prints the unit of `meshllm node --serve HOST:PORT`, which does the same.
 
     The root of the same address is a web page that shows the mesh as it is and chats with its
-    model. Where a key is needed, the page asks for it, and shows no names of machines.
+    models. Where a key is needed, the page asks for it, and names machines to owner's keys only.
     """
     given = {**flags, "transport": transport, "discovery": False if no_discovery else None}
     chosen = load(given).settings

@@ -121,7 +121,7 @@ def remove(
     found = find(there, member)
     kept = [find(there, each) for each in spare or ()]
     if not yes:
-        _confirm(found, [each for each in guests(there, found) if each not in kept])
+        _confirm(found, guests(there, found, kept))
     done = asyncio.run(_node(chosen).remove(found.node, [each.node for each in kept]))
     if as_json:
         from meshllm.status import to_json
@@ -158,9 +158,17 @@ def lay_out(members: "Sequence[MemberStatus]", columns: int | None = None) -> st
     return "\n".join(render.cut(line, columns) for line in text.split("\n"))
 
 
-def guests(members: "Sequence[MemberStatus]", host: "MemberStatus") -> "list[MemberStatus]":
-    """Return the members invited by a member or its guests, except this node."""
-    return [each for each in members if host.node in each.hosts and not each.is_self]
+def guests(
+    members: "Sequence[MemberStatus]", host: "MemberStatus", kept: "Sequence[MemberStatus]"
+) -> "list[MemberStatus]":
+    """Return the members that go with a member: those invited by it or its guests.
+
+    A direct guest that led to this node, or to one to keep, stays with all that it led to.
+    """
+    paths = [(*each.hosts, each.node) for each in members if host.node in each.hosts]
+    branches = {path[-1]: path[path.index(host.node) + 1] for path in paths}
+    stay = {branches.get(each.node) for each in members if each.is_self or each in kept}
+    return [each for each in members if branches.get(each.node) not in {None, *stay}]
 
 
 def find(members: "Sequence[MemberStatus]", text: str) -> "MemberStatus":

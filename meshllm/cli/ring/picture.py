@@ -34,7 +34,7 @@ class Box:
 
 def picture(boxes: Sequence[Box], columns: int) -> str:
     """Draw a ring in one row, in two rows of opposite direction, or as a line."""
-    for rows in (1, 2):
+    for rows in (1, 2) if len(boxes) > 2 else (1,):
         count = -(-len(boxes) // rows)
         width = min(max(each.width for each in boxes), WIDEST, (columns + GAP) // count - GAP)
         if width >= min(NARROWEST, max(each.width for each in boxes)):

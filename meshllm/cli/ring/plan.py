@@ -13,6 +13,7 @@ from meshllm.cli.shared.options import Json, settings, takes
 from meshllm.cli.terminal import render
 from meshllm.config import Scalar, Settings, cache_path, change
 from meshllm.errors import UserError
+from meshllm.names import counted
 
 if TYPE_CHECKING:
     from meshllm.cli.ring.spec import Spec
@@ -188,12 +189,13 @@ def find_placement(path: Path, trace: Path | None, chosen: Settings) -> "Workloa
     """
     import asyncio
 
+    from meshllm.cli.ring.status import clean
     from meshllm.cli.ring.workload import WorkloadReport
     from meshllm.cli.ring.workload_spec import read_workload
     from meshllm.cli.shared.client import NodeClient, socket_path
 
     client = NodeClient(socket_path(chosen))
-    spec = read_workload(path, lambda: asyncio.run(client.status()), trace)
+    spec = read_workload(path, lambda: clean(asyncio.run(client.status())), trace)
     with render.Status(sys.stderr) as status:
         status.show("simulating placements")
         return WorkloadReport.make(spec)
@@ -290,7 +292,8 @@ class _PlanReport:
                 "",
                 f"{token_s * 1e3:.2f} ms per token, {1 / token_s:.1f} tokens/s"
                 f" (head {self.prediction.head_s * 1e3:.2f} ms)",
-                f"{guessed.seconds_per_token * 1e3:.2f} ms with {guessed.guesses} drafts per step",
+                f"{guessed.seconds_per_token * 1e3:.2f} ms with"
+                f" {counted(guessed.guesses, 'draft')} per step",
                 f"{self.prediction.ttft_s * 1e3:.1f} ms to the first token of a prompt of {PROMPT}"
                 f" tokens, prefill in chunks of {self.prediction.chunk}",
                 "",

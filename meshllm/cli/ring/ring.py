@@ -77,11 +77,11 @@ def _watch_live(client: "NodeClient") -> None:
     from rich.text import Text
 
     from meshllm.cli.ring.watch import follow
-    from meshllm.cli.shared.signals import unwinding_on_sigterm
+    from meshllm.cli.shared.signals import unwinding_on_signals
 
     # Unredirected, stdout keeps its encoding; nothing else writes to it.
     screen = Live(screen=True, auto_refresh=False, redirect_stdout=False)
-    with unwinding_on_sigterm(), screen as live:
+    with unwinding_on_signals(), screen as live:
 
         def show(status: "MeshStatus") -> None:
             live.update(Text(_text(status, live.console.height)), refresh=True)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 from meshllm.cli.ring.picture import Box, picture
 from meshllm.cli.terminal.render import PER_TOKEN, bytes_of, cut, one_line, table
-from meshllm.names import LossCause, Span
+from meshllm.names import SHORT_LETTERS, LossCause, Span, counted
 from meshllm.status import (
     Measured,
     MeshStatus,
@@ -127,7 +127,7 @@ def _join(parts: Iterable[str]) -> str:
 def _about(ring: RingStatus, model: ModelStatus | None) -> Iterator[tuple[str, str]]:
     """Yield the facts of a ring."""
     state = ring.state + (f": {ring.reason}" if ring.reason else "")
-    what = f"{model.name}, {model.layers} layers, {model.dtype}" if model else "no model"
+    what = f"{model.name}, {counted(model.layers, 'layer')}, {model.dtype}" if model else "no model"
     if model and model.quant != "none":
         what += f", {model.quant}"
     plan = f", epoch {ring.epoch}, plan {ring.digest}" if ring.digest else ""
@@ -223,8 +223,10 @@ def _links(status: MeshStatus, most: int | None) -> str:
 
 def _measured(ring: RingStatus) -> Measured | None:
     """Return the measured times if they are of the current ring."""
-    measured, spans = ring.measured, [stage.layers for stage in ring.stages]
-    return measured if measured and [hop.layers for hop in measured.hops] == spans else None
+    measured = ring.measured
+    held = [(each.node[:SHORT_LETTERS], each.layers) for each in ring.stages]
+    then = [(each.node[:SHORT_LETTERS], each.layers) for each in measured.hops] if measured else []
+    return measured if held == then else None
 
 
 def _hops(ring: RingStatus, most: int | None) -> str:
@@ -260,7 +262,7 @@ def _figures(lines: Iterable[str], columns: int) -> list[str]:
 
 def _totals(ring: RingStatus) -> Iterator[str]:
     measured = _measured(ring)
-    tokens = f", over {measured.tokens} tokens" if measured else ""
+    tokens = f", over {counted(measured.tokens, 'token')}" if measured else ""
     for word, figures, over in (("measured", measured, tokens), ("planned", ring.predicted, "")):
         if figures and figures.ms_per_token:
             rate = 1000 / figures.ms_per_token
@@ -342,7 +344,8 @@ def _foot(status: MeshStatus, columns: int) -> str:
     lines = _figures([*_totals(status.ring), f"sessions  {told}"], columns)
     losses, notes = status.sessions.losses, list[tuple[str, str]]()
     if survived := [
-        f"{it.count} {_CAUSES[it.cause]} ({it.paused_s:.1f} s, {it.tokens} tokens replayed)"
+        f"{it.count} {_CAUSES[it.cause]}"
+        f" ({it.paused_s:.1f} s, {counted(it.tokens, 'token')} replayed)"
         for it in losses
         if it.count
     ]:

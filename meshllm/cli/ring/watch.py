@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from meshllm.cli.shared.client import NodeClient
 from meshllm.errors import LinkLost
-from meshllm.status import MeshStatus
+from meshllm.status import MeshStatus, RingStatus
 
 REFRESH_S = 1.0  # figures change without an event
 DEBOUNCE_S = 0.1  # events within this time cause one refresh
@@ -73,7 +73,16 @@ def changes(show: Callable[[MeshStatus], None]) -> Callable[[MeshStatus], None]:
 def _without_counters(status: MeshStatus) -> object:
     nodes = tuple(replace(each, link=None, memory_bytes=0) for each in status.nodes)
     paths = [each.link and each.link.path for each in status.nodes]
-    return replace(status, nodes=nodes, since_s=0), paths
+    memory = replace(status.memory, process=0)
+    rings = tuple(
+        replace(each, status=each.status and _without_clocks(each.status)) for each in status.rings
+    )
+    ring = _without_clocks(status.ring)
+    return replace(status, nodes=nodes, since_s=0, memory=memory, rings=rings, ring=ring), paths
+
+
+def _without_clocks(ring: RingStatus) -> RingStatus:
+    return replace(ring, history=tuple(replace(each, ago_s=0) for each in ring.history))
 
 
 async def _listen(client: NodeClient, changed: asyncio.Event) -> None:

@@ -1,6 +1,6 @@
 """Graceful shutdown: the first SIGINT or SIGTERM drains, the second exits at once.
 
-That is for nodes and doors: what shows or measures something only unwinds on SIGTERM.
+That is for nodes and doors: what shows or measures something only unwinds.
 
 A closed terminal (SIGHUP) drains, too. It does not exit at once: both the system and a shell may
 send one.
@@ -52,29 +52,35 @@ class Drain:
 
 
 @contextmanager
-def unwinding_on_sigterm() -> Iterator[None]:
-    """Let the first SIGTERM inside the context raise `SystemExit`; the second ends at once.
+def unwinding_on_signals() -> Iterator[None]:
+    """Let the first SIGTERM or SIGHUP inside raise `SystemExit`; a SIGTERM after it ends at once.
 
-    By default it ends a process without `finally`, which leaves its terminal without echo, and its
-    processes and files behind. Enter it in the main thread.
+    By default each ends a process without `finally`, which leaves its terminal without echo, and
+    its processes and files behind. A signal that is ignored, as SIGHUP by `nohup`, stays ignored.
+    Enter it in the main thread.
     """
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)}
 
-    def end(*_: object) -> None:
+    def end(number: int, _: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        raise SystemExit(TERMINATED)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a closed terminal may send several
+        raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, end)
+    for each, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(each, end)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 @contextmanager
 def cancelled_by_sigterm() -> Iterator[None]:
     """Let the first SIGTERM cancel the task that is inside; the second ends the process at once.
 
-    `unwinding_on_sigterm` raises inside any callback of an event loop, and the loop's exception
+    `unwinding_on_signals` raises inside any callback of an event loop, and the loop's exception
     handler, such as prompt_toolkit's, may take what is raised there.
 
     Raises:

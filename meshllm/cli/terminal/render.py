@@ -1,5 +1,6 @@
 """Output of the commands: data on stdout, messages on stderr."""
 
+import codecs
 import errno
 import json
 import logging
@@ -9,7 +10,7 @@ import sys
 import textwrap
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import isfinite
@@ -91,7 +92,8 @@ def can_redraw() -> bool:
 
 def _layout(*, markdown: bool) -> Wrap | MarkdownStream:
     columns, rows = shutil.get_terminal_size()
-    if markdown and os.environ.get("TERM") != "dumb":
+    is_unicode = codecs.lookup(sys.stdout.encoding).name == "utf-8"  # of bullets and boxes
+    if markdown and is_unicode and os.environ.get("TERM") != "dumb":
         return MarkdownStream(columns, rows)
     # The last column is reserved for the space after a word, which would start a new line.
     return Wrap(columns - 1)
@@ -138,8 +140,7 @@ def wrapped(text: str) -> str:
     """Break a message for a terminal between words, where a terminal would break it anywhere."""
     if not sys.stderr.isatty():
         return text
-    columns = shutil.get_terminal_size().columns
-    wrap = Wrap(columns)
+    wrap = Wrap(_columns())
     return wrap.feed(text) + wrap.flush()
 
 
@@ -188,8 +189,11 @@ def _safe_answer(text: str) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Lay out rows in columns, numbers aligned right and words left, as wide as they are shown."""
-    cells = [list(header), *([_cell(value) for value in row] for row in rows)]
+    """Lay out rows in columns, numbers aligned right and words left, as wide as they are shown.
+
+    Untrusted texts are escaped, and each takes one line.
+    """
+    cells = [[_cell(value) for value in row] for row in (header, *rows)]
     widths = [max(map(width_of, column)) for column in zip(*cells, strict=True)]
     right = [all(map(_is_number, column[1:])) for column in zip(*cells, strict=True)]
     return "\n".join(
@@ -206,7 +210,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 def explained(rows: Sequence[tuple[str, str]]) -> str:
     """Lay out names and what each means, which is wrapped beside them on a terminal."""
     inset = max(width_of(name) for name, _ in rows) + 2
-    room = shutil.get_terminal_size().columns - inset if sys.stderr.isatty() else _UNLIMITED
+    room = _columns() - inset if sys.stderr.isatty() else _UNLIMITED
     lines = []
     for name, meaning in rows:
         first, *rest = textwrap.wrap(meaning, max(room, _NARROWEST)) or [""]
@@ -301,9 +305,9 @@ class Status:
         """Show a text in place of the current line."""
         if self.has_text or not self.stream.isatty() or os.environ.get("TERM") == "dumb":
             return
-        width = shutil.get_terminal_size().columns - 1  # a wrapped line cannot be erased
+        width = _columns() - 1  # a wrapped line cannot be erased
         self.shown = True
-        self._write(f"\r\x1b[K{dim(text[:width])}")
+        self._write(f"\r\x1b[K{dim(cut(text, width))}")
 
     def reason(self, text: str) -> None:
         """Write reasoning, which stays above the answer."""
@@ -338,13 +342,22 @@ class Status:
                 discard(self.stream)
 
 
+def _columns() -> int:
+    """Return the width of the terminal at stderr; stdout may be a file, which has none."""
+    columns = 0
+    with suppress(OSError):
+        if "COLUMNS" not in os.environ:
+            columns = os.get_terminal_size(sys.stderr.fileno()).columns
+    return columns or shutil.get_terminal_size().columns
+
+
 def _paint(text: str, colour: str) -> str:
     colourful = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
     return f"{colour}{text}{_PLAIN}" if colourful and os.environ.get("TERM") != "dumb" else text
 
 
 def _cell(value: object) -> str:
-    return f"{value:.2f}" if isinstance(value, float) else plain(value)
+    return f"{value:.2f}" if isinstance(value, float) else one_line(plain(value))
 
 
 def _is_number(text: str) -> bool:

@@ -117,7 +117,7 @@ def forecast(
     if quant is Quant.NONE:
         kinds = Counter(str(choose_kernel(module)) for module in linears)
     else:
-        kinds = Counter({str(quant): len(linears)})
+        kinds = Counter({_LINEARS[QuantLinear]: len(linears)})
     return Execution(Strategy.REPLAYED, tuple(kinds.items()), own_attention(config, dtype))
 
 

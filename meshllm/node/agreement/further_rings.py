@@ -14,7 +14,7 @@ which plan without it, and takes no share for that ring until a backoff is over.
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
@@ -79,17 +79,16 @@ class FurtherRing:
             ended()
             self._leave()
 
-    def end(self, patience_s: float) -> bool:
-        """End if no session is in progress or it is late; return whether it ends."""
+    def end(self, patience_s: float) -> None:
+        """End soon if no session is in progress or it is late."""
         now = loop_time()
         if self.latest is None:
             self.latest = now + MOVE_S
-        if self.server.sessions and now < self.latest + patience_s and not self.is_stopped:
-            return False
-        if self._task is not None and not self.is_stopped:
+        if self.is_stopped or (self.server.sessions and now < self.latest + patience_s):
+            return
+        if self._task is not None:
             self.is_stopped = True
             self._task.cancel()
-        return True
 
     def resize(self, memory: int) -> None:
         """Use this much memory."""
@@ -130,15 +129,12 @@ class FurtherRings:
     def _change(self, wanted: Mapping[GroupId, int]) -> None:
         """Take part in these further rings, and in no others.
 
-        Those that still have sessions end later; new ones wait for the memory of all that end.
+        Those that still have sessions end later; new ones wait until all of these have ended, for
+        their memory and their places in the state record.
         """
         if wanted is not self._wanted or self._parts.state.is_leaving:
             return
-        ending = [(group, at) for group, at in self.rings.items() if group not in wanted]
-        for group in wanted.keys() & self.rings.keys():
-            self.rings[group].latest = None
-        ends = [at.end(DRAIN_S if group == self.next_first else 0.0) for group, at in ending]
-        if not all(ends):
+        if self._end_others(wanted):
             self._parts.call_later(SETTLE_S, self._change, wanted)
             return
         for group, memory in wanted.items():
@@ -149,6 +145,15 @@ class FurtherRings:
                 self._begin(group, memory)
             elif not running.is_stopped:  # else it begins again once it has ended
                 running.resize(memory)
+
+    def _end_others(self, wanted: Collection[GroupId]) -> bool:
+        """End the rings that are not wanted; return whether there are some."""
+        for group, at in self.rings.items():
+            if group in wanted:
+                at.latest = None
+            else:
+                at.end(DRAIN_S if group == self.next_first else 0.0)
+        return not self.rings.keys() <= set(wanted)
 
     def _begin(self, group: GroupId, memory: int) -> None:
         ring = self.rings[group] = FurtherRing(self._parts, group, memory)

@@ -11,6 +11,9 @@ when the machine does something else, the offer says so, and other nodes may tak
 the measured speed again once the steps are as fast, or if for `RESTORE_S` no step could tell: twice
 as long after each relapse. Steps that are `FAST` times as fast as measured show that the machine
 was busy when it was measured: the offer says so until steps take about as long as measured.
+
+After a span did not fit into memory, less is offered for `RESTORE_S`, as another program may have
+taken the memory for a while: twice as long after each relapse.
 """
 
 import asyncio
@@ -25,7 +28,8 @@ from meshllm.node.agreement.own_state import OwnState
 from meshllm.node.agreement.ring_member import RingMember
 from meshllm.node.timer import CallLater, loop_time
 from meshllm.protocol.membership.gossip import MAX_ITEM_BYTES
-from meshllm.protocol.membership.records import Profile, RingShare
+from meshllm.protocol.membership.records import MAX_BYTES, Profile, RingShare
+from meshllm.protocol.planning.plan import MAX_SECONDS
 
 if TYPE_CHECKING:  # a provider holds no layers, and imports no torch
     from meshllm.node.compute.worker import Worker
@@ -68,6 +72,9 @@ class NodeOffer:
         self._slow = 1.0  # times as slow as measured
         self._slow_since = 0.0  # when that was last seen
         self._restore_s = RESTORE_S / 2  # doubled by each slowdown
+        self._lack: object | None = None  # of memory, for the timer that will end it
+        self._fitting = MAX_BYTES  # that are offered at most, besides shares
+        self._lack_s = RESTORE_S
 
     def publish(self, **changes: Any) -> None:
         """Publish the profile with other fields than before."""
@@ -90,7 +97,7 @@ class NodeOffer:
         if now.shares:  # measured now, what they hold would count twice
             memory, reserve = now.memory_bytes, now.reserve_bytes
             measured = replace(measured, memory_bytes=memory, reserve_bytes=reserve)
-        self._slow = 1.0
+        self._slow, self._lack_s = 1.0, RESTORE_S
         self.measured = replace(measured, models=now.models)
         self.profile = replace(
             self.measured, addresses=now.addresses, revoked=now.revoked, shares=now.shares
@@ -123,7 +130,7 @@ class NodeOffer:
     def resize(self, memory: int) -> None:
         """Offer more or less memory, also while the offer is retracted."""
         self.measured = replace(self.measured, memory_bytes=memory)
-        self.publish(memory_bytes=memory)
+        self.publish(memory_bytes=self._memory)
 
     @property
     def shared_bytes(self) -> int:
@@ -133,6 +140,9 @@ class NodeOffer:
     def end(self) -> None:
         """Retract the offer for the last model for good."""
         self._retry_s, self._waiting = FIRST_RETRY_S, None
+        if self._lack:
+            self._lack, self._fitting = None, MAX_BYTES
+            self.profile = replace(self.profile, memory_bytes=self._memory)
         self.publish(weights=(), layer_s=(), model="")
         self.measured = self.profile
 
@@ -144,7 +154,7 @@ class NodeOffer:
     def withdraw(self) -> None:
         """Retract the offer if the span cannot be loaded; offer again later, with backoff.
 
-        After running out of memory, the next offer is too small for that span.
+        After running out of memory, the next offer is too small for that span, for a while.
         """
         failure, self._member.failure = self._member.failure, None
         if failure is None:
@@ -152,9 +162,11 @@ class NodeOffer:
                 self._retry_s = FIRST_RETRY_S
             return
         if isinstance(failure, OutOfMemory):
-            less = self.measured.reserve_bytes + int(failure.needed_bytes * SMALLER)
-            memory = min(self.measured.memory_bytes, less + self.shared_bytes)
-            self.measured = replace(self.measured, memory_bytes=memory)
+            fitting = self.measured.reserve_bytes + int(failure.needed_bytes * SMALLER)
+            self._fitting = min(fitting, self._fitting)
+            self._lack = lack = object()
+            self._call_later(self._lack_s, self._end_lack, lack)
+            self._lack_s = min(2 * self._lack_s, LAST_RESTORE_S)
         if self._waiting:
             return
         self._waiting = waiting = object()
@@ -232,18 +244,36 @@ class NodeOffer:
         if self._member.runtime and not isinstance(trouble, OutOfMemory):
             self._member.runtime.reload()  # the plan may still be the same
 
+    def _end_lack(self, lack: object) -> None:
+        """Offer all of the memory again, unless there was another lack since."""
+        if lack is not self._lack:
+            return
+        self._lack, self._fitting = None, MAX_BYTES
+        if self.profile.layer_s:
+            self._show(is_open=True)
+
+    @property
+    def _memory(self) -> int:
+        """The memory to offer: what is measured, or less for a while, but not less than shares."""
+        shared = self.shared_bytes
+        return max(min(self.measured.memory_bytes, self._fitting + shared), shared)
+
     def _show(self, *, is_open: bool) -> None:
         """Publish the measured offer, or retract it: others may fetch the weights all the same."""
         if is_open:
             own, slow = self.measured, self._slow
             self.publish(
                 weights=own.weights,
-                layer_s=tuple((rows, slow * seconds) for rows, seconds in own.layer_s),
-                head_s=slow * own.head_s,
-                memory_bytes=max(own.memory_bytes, self.shared_bytes),
+                layer_s=tuple((rows, _most(slow * seconds)) for rows, seconds in own.layer_s),
+                head_s=_most(slow * own.head_s),
+                memory_bytes=self._memory,
             )
         else:
             self.publish(weights=self.measured.weights, layer_s=())
+
+
+def _most(seconds: float) -> float:
+    return min(seconds, MAX_SECONDS)
 
 
 def _why_hung(seconds: float) -> str:

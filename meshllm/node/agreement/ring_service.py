@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections.abc import Collection
 from contextlib import aclosing
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from meshllm.errors import ModelError, ModelMissing
@@ -31,7 +32,8 @@ if TYPE_CHECKING:  # a provider holds no layers, and imports no torch
     from meshllm.node.ring.model_runtime import ModelRuntime
     from meshllm.node.ring.runtime import RingRuntime
 
-MISSING_S = 600.0  # s until a model that no node could send is tried again
+RETRY_S = 600.0  # s until a model that could not be served here is tried again
+LAST_RETRY_S = 6 * 3600.0  # s; doubled up to this, unless the model is only missing
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +50,8 @@ class RingService:
         self._moving = asyncio.Event()
         self._target: GroupId | None = None  # the group in which to take part soon
         self._latest = 0.0  # when to move there at the latest, in loop time
-        self._unable: set[ModelKey] = set()  # models that could not be opened
+        self._unable: set[ModelKey] = set()  # models that could not be served a while ago
+        self._retry_s: dict[ModelKey, float] = {}  # of those that could not be in this run
 
     @property
     def servers(self) -> list[RingServer]:
@@ -124,7 +127,7 @@ class RingService:
                 if charter is None:
                     continue
                 keys = tuple(each.key for each in charter.served)
-                if not (offer.profile.models or len(groups_of(charter)) > 1):
+                if not (offer.profile.models or self._retry_s or len(groups_of(charter)) > 1):
                     continue
                 if keys != known:
                     known, held = keys, await preparation.held(charter.served)
@@ -132,7 +135,13 @@ class RingService:
                 if models == offer.profile.models:
                     continue
                 if not offer.profile.memory_bytes:
-                    offer.profile = await preparation.room(offer.profile)
+                    room = await preparation.room(offer.profile)
+                    if not offer.profile.memory_bytes:  # a model may have been measured meanwhile
+                        offer.profile = replace(
+                            offer.profile,
+                            memory_bytes=room.memory_bytes,
+                            reserve_bytes=room.reserve_bytes,
+                        )
                 offer.hold(models)
 
     async def accept(self, link: SecureLink) -> None:
@@ -164,6 +173,7 @@ class RingService:
             if ring is None or not self._parts.offer.profile.models:
                 raise
             self._give_up(ring.key, error)
+            self.first.end(UNASSIGNED)  # else it would not begin in the same ring again
 
     def _divided(self) -> None:
         """Schedule the moves that follow from the groups of this node."""
@@ -202,14 +212,18 @@ class RingService:
         self.first.end(group)
 
     def _give_up(self, model: ModelKey, error: ModelError) -> None:
-        """Publish that this node cannot hold a model, so that it gets another one.
-
-        It tries a model again that it has not: the nodes that have it may have been away.
-        """
-        logger.warning("this node cannot serve in its ring: %s", error)
+        """Publish that this node cannot hold a model, so that it gets another one; retry later."""
+        charters = [each.charter for each in self._parts.state.members if each.runtime]
+        has_begun = any(each and each.key == model for each in charters)
+        if has_begun or isinstance(error, ModelMissing):  # others may have it at any time
+            self._retry_s.pop(model, None)
+        retry_s = self._retry_s.get(model, RETRY_S)
+        self._retry_s[model] = min(2 * retry_s, LAST_RETRY_S)
+        logger.warning(
+            "this node cannot serve in its ring, it tries again in %.0f s: %s", retry_s, error
+        )
         self._unable.add(model)
-        if isinstance(error, ModelMissing):
-            self._parts.call_later(MISSING_S, self._try_again, model)
+        self._parts.call_later(retry_s, self._try_again, model)
         models = tuple(each for each in self._parts.offer.profile.models if each != model)
         self._parts.offer.publish(models=models)
 

@@ -64,6 +64,7 @@ class NodeDialer:
         async def attempt(place: int, address: str) -> SecureLink | None:
             await asyncio.sleep(place * STAGGER_S)
             try:
+                self._count(address, local)
                 return await self._dial_one(address, purpose, expect, removals)
             except MeshError as error:
                 errors.append(error)
@@ -87,7 +88,7 @@ class NodeDialer:
         return winner
 
     async def _targets(self, addresses: Sequence[str], local: Local) -> list[str]:
-        """Choose the addresses to try; those that a user named are tried without a limit.
+        """Choose the addresses to try.
 
         Raises:
             LinkLost: all of them were tried too often.
@@ -101,11 +102,20 @@ class NodeDialer:
         places = [place for each in found if isinstance(each, list) for place in each][:MAX_TRIED]
         now = loop_time()
         due = [
-            place for place in places if local is Local.YES or self.limit.take(*target(place), now)
+            place for place in places if local is Local.YES or self.limit.has(*target(place), now)
         ]
         if places and not due:
-            raise LinkLost(f"Nobody has answered at `{places[0]}`; it is not dialled again so soon")
+            raise _too_soon(places[0])
         return due
+
+    def _count(self, address: str, local: Local) -> None:
+        """Count an attempt that begins; those at what a user named have no limit.
+
+        Raises:
+            LinkLost: there were too many.
+        """
+        if local is not Local.YES and not self.limit.take(*target(address), loop_time()):
+            raise _too_soon(address)
 
     def _transport(self, address: str) -> Transport | None:
         return self.transports.get(address.partition(":")[0])
@@ -151,6 +161,10 @@ async def _give_up(
     for outcome in outcomes:
         if isinstance(outcome, SecureLink) and outcome is not winner:
             await outcome.close()
+
+
+def _too_soon(address: str) -> LinkLost:
+    return LinkLost(f"Nobody has answered at `{address}`; it is not dialled again so soon")
 
 
 def _weightiest(errors: Sequence[MeshError], addresses: Sequence[str]) -> MeshError:

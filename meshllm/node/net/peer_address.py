@@ -142,11 +142,13 @@ async def resolve(address: str, local: Local, threads: Executor) -> list[str]:
 def target(address: str) -> tuple[str, str]:
     """Return what attempts at an address are counted under: its host, or IPv6 /64, and the port.
 
-    Of the port that is the whole host with the number, in one spelling.
+    Of the port that is the whole host with the number, in one spelling, and of a relay the node
+    behind it.
     """
-    host = _host(address)
+    host, parts = _host(address), urlsplit(address)
     shown = f"{_unmapped(host) if isinstance(host, Host) else host}".partition("%")[0]
-    return groups(shown)[0], f"{shown} {urlsplit(address).port}"
+    node = f" {parts.username}" if parts.username else ""
+    return groups(shown)[0], f"{shown} {parts.port}{node}"
 
 
 @lru_cache(maxsize=4096)

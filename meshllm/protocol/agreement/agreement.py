@@ -21,7 +21,8 @@ share of the ring ends, see `division`. Where no ring satisfies what a
 member set of these, the founder's values count, see `Charter.eased`. A first plan reports how many
 of the requested members are missing: nodes that follow it wait for them for a while, to avoid
 loading layers for rings that are soon replaced. A better plan waits until its nodes have their
-weights, which they fetch meanwhile; one that replaces a broken plan does not.
+weights, which they fetch meanwhile; one that replaces a broken plan does not. While it waits, the
+best plan without those nodes may take its place, if that one is better than the incumbent too.
 
 The choice never depends on when a node computes it, and the best plan remains the best once it is
 followed: a given set of items never makes plans flap. The epoch of a new plan exceeds every known
@@ -55,13 +56,14 @@ from meshllm.protocol.agreement.relaxation import (
     find_missing_link,
     nodes_of,
     open_case,
+    plan_without,
     to_division,
     to_numbers,
     why_excluded,
 )
 from meshllm.protocol.planning.explain import standby_reasons
 from meshllm.protocol.planning.plan import Links, Offer, Plan, PlanStage, Standby
-from meshllm.protocol.planning.policies import POLICIES, SLACK
+from meshllm.protocol.planning.policies import POLICIES, SLACK, Policy
 from meshllm.protocol.planning.problem import Problem, pose
 from meshllm.protocol.weights.holders import missing_parts, needed_parts
 
@@ -122,7 +124,12 @@ def agree(view: MeshView, before: Agreement | None = None) -> Agreement:
         best, reason = None, str(error)
     else:
         best = find_best(case, best)
-        plan, reason, ahead = _decide(case, best, incumbent, epoch)
+        decided = _decide(case, best, incumbent, epoch)
+        if decided.lacking:
+            best = plan_without(best, decided.lacking)
+            spare = _decide(case, _with_spare(best), incumbent, epoch)
+            decided = spare if spare.ahead or spare.plan != incumbent else decided
+        plan, reason, ahead = decided.plan, decided.reason, decided.ahead
         if plan is not None:
             standbys = {**standbys, **_standbys(best, plan)}
     return Agreement(
@@ -150,39 +157,53 @@ def _has_served(view: MeshView, here: Collection[NodeId], known: Mapping[NodeId,
     )
 
 
-def _decide(
-    case: PlanningInput, best: Best, incumbent: Plan | None, epoch: int
-) -> tuple[Plan | None, str, Plan | None]:
-    """Return the plan in force, why, and the plan that waits until sessions end, if any."""
+@dataclass(frozen=True, slots=True)
+class _Decision:
+    """The plan in force, and why."""
+
+    plan: Plan | None
+    reason: str
+    ahead: Plan | None = None
+    """A better plan that waits until sessions end."""
+    lacking: frozenset[NodeId] = frozenset()
+    """Nodes for whose weights a better plan waits."""
+
+
+def _decide(case: PlanningInput, best: Best, incumbent: Plan | None, epoch: int) -> _Decision:
+    """Decide between the incumbent and the best plan."""
     fault = _fault(case, incumbent) if incumbent else "first plan"
     new = best.plan and replace(best.plan, epoch=epoch, standbys=())
     if new is None:
-        return (
-            (incumbent, "no other plan was found", None)
-            if not fault
-            else (None, best.missing, None)
-        )
+        kept = _Decision(incumbent, "no other plan was found")
+        return _Decision(None, best.missing) if fault else kept
     if incumbent is None:
-        return new, fault, None
+        return _Decision(new, fault)
     leaving = case.found.leaving.intersection(nodes_of(incumbent))
     if fault or leaving:
         why = fault or f"`{short(min(leaving))}` is leaving"
-        return _least_moved(case, best, incumbent, new), why, None
+        return _Decision(_least_moved(case, best, incumbent, new), why)
     if new.stages == incumbent.stages:
-        return incumbent, "no plan is better", None
-    gain = _gain(case, incumbent, new)
+        return _Decision(incumbent, "no plan is better")
+    gain = _gain(case, POLICIES[best.policy], incumbent, new)
     keeps = _satisfies(best, incumbent)
     if keeps and gain <= GAIN:
         why = f"another plan would gain {max(gain, 0):.0%}, too little for a change"
-        return incumbent, why, None
+        return _Decision(incumbent, why)
     better = f"it gains {gain:.0%}" if keeps else "it satisfies the charter"
-    if lacking := [stage.node for stage in new.stages if _lacks_weights(case, new, stage.node)]:
+    if lacking := [node for node in nodes_of(new) if _lacks_weights(case, new, node)]:
         why = f"another plan waits for weights on `{short(lacking[0])}`: {better}"
-        return incumbent, why, None
+        return _Decision(incumbent, why, lacking=frozenset(lacking))
     state = case.view.states.get(incumbent.stages[0].node)
     if state and not state.may_change:
-        return incumbent, f"another plan waits until sessions end: {better}", new
-    return new, better, None
+        return _Decision(incumbent, f"another plan waits until sessions end: {better}", new)
+    return _Decision(new, better)
+
+
+def _with_spare(best: Best) -> Best:
+    """Return the planning result with the spare plan in place of the best, if it satisfies too."""
+    spare = best.spare or best
+    plan = spare.plan if spare.plan and _satisfies(best, spare.plan) else None
+    return replace(best, plan=plan, policy=spare.policy)
 
 
 def _least_moved(case: PlanningInput, best: Best, incumbent: Plan, new: Plan) -> Plan:
@@ -192,7 +213,7 @@ def _least_moved(case: PlanningInput, best: Best, incumbent: Plan, new: Plan) ->
     those with about the least objective, one is chosen that nobody lacks weights for, and whose
     slowest node computes the caches of its new layers soonest: sessions wait for that.
     """
-    policy, numbers = POLICIES[case.view.charter.policy], to_numbers(case.problem)
+    policy, numbers = POLICIES[best.policy], to_numbers(case.problem)
     is_same = (incumbent.model, incumbent.layers) == (new.model, new.layers)
     if not (is_same and policy.is_timed):
         return new
@@ -204,7 +225,7 @@ def _least_moved(case: PlanningInput, best: Best, incumbent: Plan, new: Plan) ->
         if (plan := _with_stages(new, stages))
         and not _fault(case, plan)
         and _satisfies(best, plan)
-        and _gain(case, plan, new) <= GAIN
+        and _gain(case, policy, plan, new) <= GAIN
     ]
     costs = [policy.objective(case.problem, to_division(case.problem, plan)) for plan in plans]
     most = (1 + SLACK) * min(costs, default=0)
@@ -274,12 +295,12 @@ def _satisfies(best: Best, plan: Plan) -> bool:
     return best.problem.allows(ring) and not set(best.exclude) & set(nodes_of(plan))
 
 
-def _gain(case: PlanningInput, incumbent: Plan, other: Plan) -> float:
+def _gain(case: PlanningInput, policy: Policy, incumbent: Plan, other: Plan) -> float:
     """Return the fraction of time that another plan saves; of layers moved if untimed.
 
     A quotient of integers, and so the same on every machine.
     """
-    policy, problem = POLICIES[case.view.charter.policy], case.problem
+    problem = case.problem
     if not policy.is_timed:
         return _moved_layers(incumbent, other)
     before, after = (

@@ -60,10 +60,12 @@ What members exclude, or the members that they request, yields for the first rep
 it is complete with the founder's values alone: else the model would not be served.
 
 A node that awaits weights takes part: it keeps its place while it fetches them, and one that a ring
-does not need is free for another.
+does not need is free for another. One that cannot load its layers, and offers none for a while,
+keeps its place too, but counts for nothing there: its group takes others, and earlier ones it. Nor
+do nodes that refuse each other as neighbours suffice for a ring in which they would be.
 
-The memory of a node is what it offers for any model. A ring that follows a plan is complete even if
-this estimate, which takes all layers as large as the largest, denies it.
+The memory of a node is what it offers for any model. A ring that follows a plan which its nodes can
+hold is complete even if this estimate, which takes all layers as large as the largest, denies it.
 """
 
 from collections.abc import Mapping

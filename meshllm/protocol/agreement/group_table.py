@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import chain, combinations, starmap
 
 from meshllm.names import GroupId, ModelKey, NodeId, Span
 from meshllm.protocol.agreement.candidates import MeshView, decode_plans, offer_of
@@ -17,11 +18,12 @@ from meshllm.protocol.agreement.groups import (
     used_models,
 )
 from meshllm.protocol.membership.charter import Charter
-from meshllm.protocol.membership.records import Lifecycle, RingMembership
+from meshllm.protocol.membership.records import Lifecycle, Profile, RingMembership
 from meshllm.protocol.planning.plan import Ends, Offer, Plan
 from meshllm.protocol.planning.problem import least_memory, memory_for, usable_of
 from meshllm.protocol.weights.holders import awaits_weights
 
+SMALL_RING = 3  # nodes; each is a neighbour of all others
 _PRESENT = Lifecycle.JOIN, Lifecycle.SERVING
 
 
@@ -72,6 +74,10 @@ class GroupTable:
     """The groups of whose model each node has weights, by number."""
     keys: tuple[ModelKey, ...] = ()
     """The model of each group."""
+    failing: frozenset[tuple[NodeId, ModelKey]] = frozenset()
+    """Nodes that cannot load layers of a model now, which their ring serves."""
+    refusing: frozenset[frozenset[NodeId]] = frozenset()
+    """Pairs of nodes of which one refuses the other as a neighbour."""
 
     def __post_init__(self) -> None:
         view = self.view
@@ -81,9 +87,20 @@ class GroupTable:
         )
         self.numbers = {group.id: number for number, group in enumerate(self.groups)}
         self.sizes = tuple(Sizes.of(group.charter) for group in self.groups)
-        self.plans, self.used = plans_in_force(view), used_models(view)
-        self.told = memberships(view)
+        self.used, self.told = used_models(view), memberships(view)
         self.keys = tuple(group.charter.key for group in self.groups)
+        self.refusing = frozenset(
+            frozenset((node, other))
+            for node, state in view.states.items()
+            for other in state.faulty
+        )
+        self.failing = frozenset(
+            (node, self.key(group))
+            for node, group in self.told
+            if (own := self._offered(node, group)) and own.is_retracted
+        )
+        plans = plans_in_force(view).items()
+        self.plans = {group: plan for group, plan in plans if self._can_work(group, plan)}
         models = [*zip(self.keys, self.groups, strict=True)]
         for node, profile in view.profiles.items():
             self.held[node] = frozenset(
@@ -94,6 +111,40 @@ class GroupTable:
         for node in sorted(view.alive()):
             if _can_take_part(view, node):
                 self._enter(node)
+
+    def _can_work(self, group: GroupId, plan: Plan) -> bool:
+        """Return whether nodes of a ring can load their layers, and have memory and links for them.
+
+        They tell of the plan that they followed last, also when it works no more.
+        """
+        ring = [at.node for at in plan.stages]
+        if any(map(self._refuse, ring, (*ring[1:], ring[0]))):
+            return False
+        return all(
+            not own.is_retracted and self._needed(group, plan, at.node, own) <= own.memory_bytes
+            for at in plan.stages
+            if at.span and (own := self._offered(at.node, group))
+        )
+
+    def _needed(self, group: GroupId, plan: Plan, node: NodeId, own: Profile) -> int:
+        """Return the memory that a node needs for its layers of the plan of a ring."""
+        charter, reserve = self.groups[self.numbers[group]].charter, own.reserve_bytes
+        return memory_for(plan, node, charter.shape, sessions=charter.sessions, reserve=reserve)
+
+    def _offered(self, node: NodeId, group: GroupId) -> Profile | None:
+        """Return the profile with which a ring of a node plans; None if it is unknown."""
+        state, profile = self.view.states.get(node), self.view.profiles.get(node)
+        if state is None or profile is None or group not in self.numbers:
+            return None
+        if not state.is_further(group):
+            return profile.in_ring(group, is_further=False)
+        shape = self.groups[self.numbers[group]].charter.shape
+        own = profile.in_ring(group, is_further=True)
+        return replace(own, reserve_bytes=shape.workspace_bytes)
+
+    def _refuse(self, one: NodeId, other: NodeId) -> bool:
+        """Return whether two nodes cannot be neighbours, as one found the other faulty."""
+        return frozenset((one, other)) in self.refusing
 
     def _enter(self, node: NodeId) -> None:
         """Enter the groups of a node, as far as the mesh has them and the node their models."""
@@ -182,7 +233,16 @@ class GroupTable:
         if len(able) < wanted or not any(self.is_own(node, number) for node in able):
             return False
         allowed = [node for node in nodes if node not in self._excluded(number)]
-        return self.is_served(number, allowed) or self.lack(number, able) <= 0
+        return self.is_served(number, allowed) or any(
+            self.lack(number, ring) <= 0 for ring in self._rings(able, wanted)
+        )
+
+    def _rings(self, nodes: list[NodeId], least: int) -> Iterable[list[NodeId]]:
+        """Return nodes that can form a ring: all, or fewer if all of up to three are neighbours."""
+        if len(nodes) > SMALL_RING or not any(starmap(self._refuse, combinations(nodes, 2))):
+            return [nodes]
+        rings = chain.from_iterable(combinations(nodes, size) for size in range(least, len(nodes)))
+        return [[*ring] for ring in rings if not any(starmap(self._refuse, combinations(ring, 2)))]
 
     def is_filled(self, number: int) -> bool:
         """Return whether a group is complete, if with fewer nodes than requested."""
@@ -212,7 +272,8 @@ class GroupTable:
         Of a group in which it takes part no share, what it could hold if it moved there.
         """
         profile, group = self.view.profiles[node], self.groups[number]
-        if node in group.charter.exclude or not self.holds(node, number):
+        is_failing = (node, self.keys[number]) in self.failing
+        if node in group.charter.exclude or is_failing or not self.holds(node, number):
             return 0, 0
         memory, reserve, shares = profile.memory_bytes, profile.reserve_bytes, self.shares[node]
         sizes = self.sizes[number]
@@ -270,12 +331,8 @@ class GroupTable:
         """Return the memory that a node has left for a group, at most for the whole model."""
         profile, first = self.view.profiles[node], self.place[node]
         others = (size for at, size in self.given(node).items() if at != self.groups[number].id)
-        needed = profile.reserve_bytes
-        if (plan := self.plans.get(first) or self._followed(node, first)) is not None:
-            charter = self.groups[self.numbers[first]].charter
-            needed = memory_for(
-                plan, node, charter.shape, sessions=charter.sessions, reserve=needed
-            )
+        plan = self.plans.get(first) or self._followed(node, first)
+        needed = self._needed(first, plan, node, profile) if plan else profile.reserve_bytes
         left = profile.memory_bytes - needed - sum(others)
         return max(0, min(left, self.sizes[number].whole))
 

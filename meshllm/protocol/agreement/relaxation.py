@@ -36,6 +36,10 @@ class Best:
     """Nodes that the charter excludes, as far as it could be satisfied, and ending ones."""
     ignored: tuple[Yielding, ...] = ()
     """Terms with which no ring was found, so that the founder's values count."""
+    policy: str = AUTO
+    """The policy that made the plan: that of the charter may find none."""
+    spare: "Best | None" = None
+    """The best without nodes that lack weights, see `plan_without`."""
 
 
 def open_case(view: MeshView, found: Candidates, before: Best | None = None) -> PlanningInput:
@@ -66,6 +70,13 @@ def find_best(case: PlanningInput, before: Best | None = None) -> Best:
     return best
 
 
+def plan_without(best: Best, nodes: Collection[NodeId]) -> Best:
+    """Add the best plan without some nodes, which is reused as `find_best` does."""
+    view = replace(best.case.view, ending=best.case.view.ending.union(nodes))
+    case = open_case(view, best.case.found, best.spare)
+    return replace(best, spare=find_best(case, best.spare))
+
+
 def _search(case: PlanningInput) -> Best:
     charter, found = case.view.charter, case.found
     relaxed = _relaxed_terms(case)
@@ -84,7 +95,7 @@ def _search(case: PlanningInput) -> Best:
             why = _excess(plan, relaxed[0].members) or find_missing_link(plan, found)
             if not why:
                 problem = pose(found.offers, found.links, charter.shape, terms)
-                return Best(case, plan, problem, exclude=_excluded(case))
+                return Best(case, plan, problem, exclude=_excluded(case), policy=policy)
             missing = missing or why
     return Best(case, None, case.problem, missing, _excluded(case))
 

@@ -1,11 +1,11 @@
 """A limit on failed dials of one port and of one host, whichever peers name it.
 
 Peers choose their addresses, so several of them could make this node call a stranger's server again
-and again, or try all ports of a host. A port has `BURST` attempts, then one in each `PAUSE_S`. All
-ports of a host together have `PORTS` times as many. Where a node has proved who it is,
-`MOST_UNANSWERED` attempts come first: a node that restarts is dialled as soon as it is back. These
-ports, and no others, do not count for their host: who names other ports of a host must not keep
-this node from the one that it knows there.
+and again, or try all ports of a host. A port, or a node behind a relay there, has `BURST` attempts,
+then one in each `PAUSE_S`. All ports of a host together have `PORTS` times as many. Where a node
+has proved who it is, `MOST_UNANSWERED` attempts come first: a node that restarts is dialled as soon
+as it is back. These ports, and no others, do not count for their host: who names other ports of a
+host must not keep this node from the one that it knows there.
 """
 
 from typing import Any
@@ -25,16 +25,22 @@ class DialLimit:
         self._answered: dict[str, int] = {}
         """Attempts that come first at ports where a node has answered, the oldest answer first."""
 
+    def has(self, host: str, port: str, now: float) -> bool:
+        """Return whether an attempt may be made, without counting one."""
+        at = f"{host} {port}"
+        first = self._answered.get(at)
+        is_host_due = first is not None or self._hosts.have(host, now)
+        return bool(first) or (is_host_due and self._ports.have(at, now))
+
     def take(self, host: str, port: str, now: float) -> bool:
         """Count an attempt; return whether it may be made."""
+        if not self.has(host, port, now):
+            return False
         at = f"{host} {port}"
         first = self._answered.get(at)
         if first:
             self._answered[at] = first - 1
             return True
-        is_host_due = first is not None or self._hosts.have(host, now)
-        if not is_host_due or not self._ports.have(at, now):
-            return False
         self._ports.spend(at)
         if first is None:
             self._hosts.spend(host)

@@ -154,6 +154,11 @@ class Profile:
     """What of its memory further rings may use, in order of their groups; never more than it has.
     The other fields are those of the first ring, which has the rest."""
 
+    @property
+    def is_retracted(self) -> bool:
+        """Whether its node has a model, of which it cannot load layers now."""
+        return bool(self.weights) and not self.layer_s
+
     def in_ring(self, group: GroupId, *, is_further: bool) -> Self:
         """Return the profile as one ring sees it, with the memory that is for this ring."""
         if not is_further:

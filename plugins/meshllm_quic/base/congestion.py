@@ -93,7 +93,7 @@ class Controller(QuicCongestionControl):
         return shortest if math.isfinite(shortest) else None
 
     def reset(self) -> None:
-        """Reset all estimates for a new path; acknowledgements of the old path are ignored."""
+        """Reset all estimates for a new path; packets of the old one give no samples."""
         self._known: dict[int, _SendState] = {}
         self._rates = deque([0.0], maxlen=RATE_ROUNDS)  # maximum of each round, in bytes/s
         self._trips = (math.inf, math.inf)  # minima of this cycle and of the last
@@ -123,11 +123,11 @@ class Controller(QuicCongestionControl):
         self.bytes_in_flight -= packet.sent_bytes
         self._delivered += packet.sent_bytes
         self._delivered_at = now
-        self._acked += packet.sent_bytes
         known = self._known.pop(packet.packet_number, None)
         self._is_of_path = known is not None
         if known is None:
             return
+        self._acked += packet.sent_bytes
         sent_at = packet.sent_time or 0.0
         self._first_sent_at = sent_at
         elapsed = max(sent_at - known.first_sent_at, now - known.delivered_at)
@@ -147,9 +147,9 @@ class Controller(QuicCongestionControl):
 
     def on_packets_lost(self, *, now: float, packets: Iterable[QuicSentPacket]) -> None:
         """Count lost bytes; a small share is not a congestion signal."""
-        before = self.bytes_in_flight
-        self.on_packets_expired(packets=packets)
-        self._lost += before - self.bytes_in_flight
+        lost = list(packets)
+        self._lost += sum(each.sent_bytes for each in lost if each.packet_number in self._known)
+        self.on_packets_expired(packets=lost)
 
     def on_packets_expired(self, *, packets: Iterable[QuicSentPacket]) -> None:
         """Remove packets from the bytes in flight."""

@@ -24,7 +24,7 @@ SERVER_NAME = "meshllm"
 IDLE_S = 30.0
 """Idle timeout of a connection: three keep-alive intervals."""
 UNAUTHENTICATED_WINDOW = 64 * 1024
-"""Flow-control window of a stream until the application has accepted the link."""
+"""Flow-control window of a stream until its peer counts as authenticated."""
 
 _SINCE = datetime(2000, 1, 1, tzinfo=UTC)  # tolerates wrong clocks
 _UNTIL = datetime(2199, 12, 31, tzinfo=UTC)

@@ -11,6 +11,7 @@ from aioquic.quic.packet import QuicErrorCode
 
 from meshllm.errors import LinkLost, MeshError, PeerFault
 from meshllm.transport.contract import Buffer, Channel, LinkStatistics, Path
+from meshllm.transport.linger import Linger
 from meshllm_quic.link.link import QuicLink
 from meshllm_quic.link.machine import PEER, STREAMS, ConnectionMachine
 from meshllm_quic.path.path_control import PathControl
@@ -22,11 +23,7 @@ HANDED_BYTES = 256 * 1024
 KEEP_ALIVE_S = 10.0
 """Silence before a PING is sent; two may be lost before the idle timeout."""
 CLOSE_WAIT_S = 0.5
-"""How long `QuicLink.close` waits until all data is acknowledged; then `LINGER_S` applies."""
-LINGER_S = 5.0
-"""A closing connection is aborted if the peer accepts no data for this long."""
-MAX_LINGER_S = 30.0
-"""After so long it is aborted in any case: a peer may accept a few bytes at a time for days."""
+"""How long `QuicLink.close` waits until all data is acknowledged; then `Linger` applies."""
 OPEN_S = 5.0
 """Timeout of the handshake."""
 REFUSED_S = 0.05
@@ -111,7 +108,7 @@ class Connection:
         self._fired_at = 0.0
         self._was_late = False  # a timer, and nothing was received since
         self._soon: asyncio.Handle | None = None
-        self._linger_timer: asyncio.TimerHandle | None = None
+        self._linger = Linger(self._left, self.abort)
         self._keep_alive_at = self._loop.time() + KEEP_ALIVE_S
         self._open_by = self._loop.time() + OPEN_S
         self._rounds = 0  # since a refusal
@@ -135,7 +132,6 @@ class Connection:
 
     def take(self) -> None:
         """Note that the application has accepted the link."""
-        self.link.take()
         self.note_authentication(is_authenticated=True)
 
     def connect(self) -> None:
@@ -219,9 +215,9 @@ class Connection:
 
     async def wait_closed(self) -> None:
         """Wait up to `CLOSE_WAIT_S` for the end of the connection; then leave it to a timer."""
-        if self._linger_timer is None and not self._gone.is_set():
+        if not self._gone.is_set():
             self._host.closing(self)
-            self._check_linger(before=-1, until=self._loop.time() + MAX_LINGER_S)
+            self._linger.start()
         try:
             async with asyncio.timeout(CLOSE_WAIT_S):
                 await self._gone.wait()
@@ -405,19 +401,16 @@ class Connection:
     def _fault(self, why: str) -> PeerFault:
         return PeerFault(f"Protocol violation by `{self.link.address}`: {why}")
 
-    def _check_linger(self, before: int, until: float) -> None:
-        left = self.link.unsent + self.machine.unacknowledged()
-        if left == before or self._loop.time() >= until:
-            self.abort()
-        else:
-            self._linger_timer = self._loop.call_later(LINGER_S, self._check_linger, left, until)
+    def _left(self) -> int:
+        return self.link.unsent + self.machine.unacknowledged()
 
     def _leave(self) -> None:
         """Release the connection; the endpoint handles the rest of the closing period."""
         if self._gone.is_set():
             return
         self._gone.set()
-        for handle in (self._timer, self._soon, self._linger_timer):
+        self._linger.cancel()
+        for handle in (self._timer, self._soon):
             if handle is not None:
                 handle.cancel()
         self.link.end()

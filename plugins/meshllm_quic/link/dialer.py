@@ -1,18 +1,22 @@
 """Dialling: address resolution, relay registration and the QUIC handshake."""
 
 import asyncio
+from collections.abc import Sequence
 
 from meshllm.errors import LinkLost, PeerFault, UserError
 from meshllm_quic.link.connection import Connection
 from meshllm_quic.link.endpoint import Endpoint
 from meshllm_quic.link.link import QuicLink
 from meshllm_quic.net.address import QuicAddress
-from meshllm_quic.net.network import Address, DatagramNetwork
+from meshllm_quic.net.network import Address, DatagramNetwork, of_each_family
 from meshllm_quic.wire.packets import TAG_BYTES
 from meshllm_quic.wire.routes import Direct, Route, ViaRelay
 
 RELAY_S = 10.0
-"""Timeout of the registration at a relay: 3 s until UDP counts as blocked, then TCP."""
+"""Timeout of the registration at a relay, shared by its IPv4 and its IPv6 address.
+
+UDP counts as blocked after 3 s; then TCP is tried.
+"""
 MAX_ADDRESSES = 4
 """Addresses tried per name; each QUIC retransmission uses the next one."""
 
@@ -28,7 +32,7 @@ async def dial(endpoint: Endpoint, network: DatagramNetwork, place: QuicAddress)
     if place.key is None:
         routes: list[Route] = [Direct(address) for address in addresses]
     else:
-        routes = await _via_relay(endpoint, place, place.key, addresses[0])
+        routes = await _via_relay(endpoint, place, place.key, addresses)
     connection = endpoint.connect(routes, str(place), place.key)
     try:
         return await _open(connection)
@@ -51,21 +55,28 @@ async def _open(connection: Connection) -> QuicLink:
 
 
 async def _via_relay(
-    endpoint: Endpoint, place: QuicAddress, key: bytes, relay: Address
+    endpoint: Endpoint, place: QuicAddress, key: bytes, addresses: Sequence[Address]
 ) -> list[Route]:
     """Register at a relay, as it requires of senders; do not wait if a direct address is known."""
-    endpoint.relays.add(relay, is_wanted=False, is_needed=True)
-    via_relay = ViaRelay(relay, key[:TAG_BYTES])
+    registered, relays = endpoint.relays.registered, of_each_family(addresses)
+    relays = [relay for relay in relays if relay in registered][:1] or relays
     if (known := endpoint.known.get(key)) is not None:
-        return [Direct(known), via_relay]
-    try:
-        async with asyncio.timeout(RELAY_S):
-            if await endpoint.relays.wait_ready(relay):
-                return [via_relay]
-    except TimeoutError:
-        endpoint.relays.give_up(relay)
-        raise LinkLost(
-            f"No answer from the relay of `{place}` within {RELAY_S:g} s",
-            hint=f"check that it runs and that UDP or TCP port {place.port} is open",
-        ) from None
-    raise LinkLost(f"Cannot use the relay of `{place}`: too many are in use or tried")
+        for relay in relays:
+            endpoint.relays.add(relay, is_wanted=False, is_needed=True)
+        return [Direct(known), *(ViaRelay(relay, key[:TAG_BYTES]) for relay in relays)]
+    is_silent = False
+    for relay in relays:
+        endpoint.relays.add(relay, is_wanted=False, is_needed=True)
+        try:
+            async with asyncio.timeout(RELAY_S / len(relays)):
+                if await endpoint.relays.wait_ready(relay):
+                    return [ViaRelay(relay, key[:TAG_BYTES])]
+        except TimeoutError:
+            is_silent = True
+            endpoint.relays.give_up(relay)
+    if not is_silent:
+        raise LinkLost(f"Cannot use the relay of `{place}`: too many are in use or tried")
+    raise LinkLost(
+        f"No answer from the relay of `{place}` within {RELAY_S:g} s",
+        hint=f"check that it runs and that UDP or TCP port {place.port} is open",
+    )

@@ -176,10 +176,15 @@ class Endpoint:
             self._count(connection)
 
     def authenticated(self, connection: Connection) -> None:
-        """Serve as a relay for an authenticated peer, and use a public one as a relay."""
+        """Serve as a relay for an authenticated peer, and use a public one as a relay.
+
+        A remembered address of a node behind a relay may be that of its NAT, which others cannot
+        reach.
+        """
         self._members[connection.link.peer_key] += 1
-        route = connection.route
-        if not connection.machine.is_client or not isinstance(route, Direct):
+        route, is_remembered = connection.route, connection.expected is not None
+        is_dialled = connection.machine.is_client and not is_remembered
+        if not is_dialled or not isinstance(route, Direct):
             return
         if ip_address(route.address[0].partition("%")[0]).is_global:
             self.relays.add(route.address, is_wanted=False)

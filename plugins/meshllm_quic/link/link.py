@@ -64,12 +64,12 @@ class QuicLink:
         self.address = address
         self.peer_key = b""
         """Ed25519 key of the peer, authenticated by TLS before the link is handed out."""
-        self.is_taken = False
         self.is_closed = False
         self._wire = wire
         self._outgoing = {channel: OutgoingRecords() for channel in Channel}  # CONTROL is first
         self._incoming = {channel: IncomingRecords() for channel in Channel}
         self._granted = dict.fromkeys(Channel, 0)
+        self._is_granting = False
         self._senders = {
             channel: SendTurns(self._outgoing[channel].has_room, partial(self._admit, channel))
             for channel in Channel
@@ -142,17 +142,21 @@ class QuicLink:
         self._limit = size
         self._wire.note_authentication(is_authenticated=size is None)
         self._check_unread()
-        self.grant()
+        self.start_granting()
 
     @property
     def unsent(self) -> int:
         """Bytes queued until the connection has room."""
         return sum(outgoing.waiting for outgoing in self._outgoing.values())
 
-    def take(self) -> None:
-        """Note that the application has accepted the link: grant flow-control credit."""
-        self.is_taken = True
-        self.grant()
+    def start_granting(self) -> None:
+        """Grant credit, which never decreases, once the application has set a limit or none.
+
+        Until then the peer has the window of an unauthenticated one.
+        """
+        self._is_granting = True
+        for channel in Channel:
+            self._grant(channel)
 
     def put_record(self, kind: int, body: bytes, channel: Channel = Channel.CONTROL) -> None:
         """Send a record to the peer's transport, after the queued messages."""
@@ -194,11 +198,6 @@ class QuicLink:
             self._senders[channel].advance()
         if self.is_closed and not self.unsent:
             self._wire.finish()
-
-    def grant(self) -> None:
-        """Update the flow-control limits of both streams."""
-        for channel in Channel:
-            self._grant(channel)
 
     def end(self, reason: MeshError | None = None) -> None:
         """Stop sending; receiving ends once all is read, or at once if there is a ``reason``."""
@@ -242,7 +241,7 @@ class QuicLink:
 
     def _grant(self, channel: Channel) -> None:
         """Raise the limit if that is worth a frame, or if the current message needs it."""
-        if not self.is_taken:
+        if not self._is_granting:
             return
         window = WINDOW_BYTES if self._limit is None else min(WINDOW_BYTES, self._limit)
         incoming, granted = self._incoming[channel], self._granted[channel]

@@ -8,6 +8,7 @@ each use is covered by a test. The extensions:
   read; here the application grants every byte, by `grant`.
 - Only the client opens streams, exactly two: one per channel.
 - A stream that arrives in tiny pieces ends the connection: aioquic searches all of them, for each.
+- So does a handshake message that begins far ahead: aioquic allocates the hole before it.
 - The keys are updated before they have encrypted more packets than is safe.
 """
 
@@ -43,9 +44,11 @@ STREAMS: Final = {Channel.CONTROL: 0, Channel.DATA: 4}
 PEER: Final = ("peer", 0)
 """The only address that aioquic sees; the endpoint routes the datagrams."""
 MAX_PIECES = 256
-"""Ranges of a stream that may wait for what precedes them."""
+"""Ranges of a stream, shorter than `PIECE_BYTES`, that may wait for what precedes them."""
 PIECE_BYTES = 1024
-"""A lost datagram leaves a hole of about so many bytes: as many more ranges may wait."""
+"""What follows a lost datagram is at least so long while a stream is busy."""
+MAX_CRYPTO_BYTES = 16 * 1024
+"""Of a handshake, that may wait for what precedes them; RFC 9000 section 7.5 asks for 4096."""
 KEY_PACKETS = 1 << 22
 """Sent before the keys are updated; RFC 9001 section 6.6 allows 2**23 with AES-GCM."""
 
@@ -200,16 +203,23 @@ class ConnectionMachine(QuicConnection):
         self.tls._request_client_certificate = True
 
     def _handle_crypto_frame(self, context: QuicReceiveContext, frame_type: int, buf: Any) -> None:
+        receiver = self._crypto_streams[context.epoch].receiver
+        start = buf.tell()
+        end = buf.pull_uint_var() + buf.pull_uint_var()
+        buf.seek(start)
+        if end - receiver.starting_offset() > MAX_CRYPTO_BYTES:
+            raise QuicConnectionError(
+                error_code=QuicErrorCode.CRYPTO_BUFFER_EXCEEDED,
+                frame_type=frame_type,
+                reason_phrase="Too far ahead in the handshake",
+            )
         super()._handle_crypto_frame(context, frame_type, buf)
-        stream = self._crypto_streams[context.epoch]
-        _check_pieces(stream.receiver, frame_type, MAX_PIECES)
+        _check_pieces(receiver, frame_type)
 
     def _handle_stream_frame(self, context: QuicReceiveContext, frame_type: int, buf: Any) -> None:
         super()._handle_stream_frame(context, frame_type, buf)
         for stream in self._streams.values():
-            receiver = stream.receiver
-            waiting = receiver.highest_offset - receiver.starting_offset()
-            _check_pieces(receiver, frame_type, MAX_PIECES + waiting // PIECE_BYTES)
+            _check_pieces(stream.receiver, frame_type)
 
     def _write_connection_limits(self, builder: QuicPacketBuilder, space: QuicPacketSpace) -> None:
         """Announce granted credit; the method of aioquic grants more by itself."""
@@ -240,9 +250,10 @@ class ConnectionMachine(QuicConnection):
             stream.max_stream_data_local_sent = stream.max_stream_data_local
 
 
-def _check_pieces(receiver: QuicStreamReceiver, frame_type: int, most: int) -> None:
-    """Refuse a stream in more than ``most`` pieces; RFC 9000 section 21.6."""
-    if len(receiver._ranges) > most:
+def _check_pieces(receiver: QuicStreamReceiver, frame_type: int) -> None:
+    """Refuse a stream in more than `MAX_PIECES` short pieces; RFC 9000 section 21.6."""
+    pieces = receiver._ranges
+    if len(pieces) > MAX_PIECES < sum(len(each) < PIECE_BYTES for each in pieces):
         raise QuicConnectionError(
             error_code=QuicErrorCode.PROTOCOL_VIOLATION,
             frame_type=frame_type,

@@ -164,6 +164,7 @@ class PathDriver:
         if self._is_over:
             return
         self.is_authenticated = True
+        self.connection.link.start_granting()
         self._host.authenticated(self.connection)
         if self.connection.machine.is_client:
             self._begin(self._host.random(KEY_BYTES))

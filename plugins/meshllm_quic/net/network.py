@@ -13,6 +13,14 @@ Refused = Callable[[Address], None]
 """Hears of an address at which nobody listens: its host refused a datagram. That can be forged."""
 
 
+def of_each_family(addresses: Sequence[Address]) -> list[Address]:
+    """Return the first IPv4 and the first IPv6 address, in their order."""
+    firsts: dict[bool, Address] = {}
+    for address in addresses:
+        firsts.setdefault(":" in address[0], address)
+    return list(firsts.values())
+
+
 class Socket(Protocol):
     """A UDP socket, shared by all connections of a process."""
 

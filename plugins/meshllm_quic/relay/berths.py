@@ -1,8 +1,9 @@
 """The configured relays of a node: name resolution, and registration in the background.
 
 A name may not resolve yet, because a laptop starts before its network, and a relay may move to
-another address. So a node starts without waiting long for its relays, and periodically resolves
-those that do not answer.
+another address, or have one that does not work from here, such as an IPv6 address. So a node starts
+without waiting long for its relays, and periodically resolves those that do not answer, to try the
+next address. A relay that carries a link is not left, since it may only have restarted.
 """
 
 import asyncio
@@ -11,13 +12,13 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from meshllm_quic.net.address import QuicAddress
-from meshllm_quic.net.network import Address, DatagramNetwork
-from meshllm_quic.relay.relays import Relays
+from meshllm_quic.net.network import Address, DatagramNetwork, of_each_family
+from meshllm_quic.relay.relays import Relays, RelayUsage
 
 READY_S = 4.0
 """How long a listener waits for its relays before it publishes its addresses; UDP takes 3 s."""
-SEEK_S = 30.0
-"""Interval between attempts to resolve relays that do not answer."""
+SEEK_S = 10.0
+"""How long an address of a relay is tried: 3 s until UDP counts as blocked, then TCP."""
 
 logger = logging.getLogger(__name__)
 
@@ -67,15 +68,26 @@ async def _seek(
     found: dict[QuicAddress, Address],
 ) -> None:
     try:
-        address, *_ = await network.resolve(place.host, place.port)
+        addresses = await network.resolve(place.host, place.port)
     except OSError as error:
         logger.warning("cannot resolve the relay %s: %s", place, error.strerror or error)
         return
-    if found.get(place) != address:
-        if place in found:
-            relays.drop(found[place])
-        found[place] = address
-        relays.add(address, is_wanted=True)
+    before = found.get(place)
+    address = _next(addresses, before)
+    if before is not None:
+        is_carrying = relays.usage(before) is RelayUsage.ROUTE
+        if address == before or (before in addresses and is_carrying):
+            return
+        relays.drop(before)
+    found[place] = address
+    relays.add(address, is_wanted=True, others=of_each_family([address, *addresses]))
+
+
+def _next(addresses: Sequence[Address], silent: Address | None) -> Address:
+    """Return the address behind one that does not answer, or else the first."""
+    if silent not in addresses:
+        return addresses[0]
+    return addresses[(addresses.index(silent) + 1) % len(addresses)]
 
 
 def _listed(

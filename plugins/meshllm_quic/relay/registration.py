@@ -85,6 +85,7 @@ class Registration:
         self._asked: float | None = None  # when the oldest unanswered request was sent
         self._due: float | None = None  # time of the next retransmission or round
         self._missed = 0
+        self._until = float("-inf")  # when the relay forgets this node
         self._signed = float("-inf")  # time of the last signature
         self._doubted = float("-inf")  # time of the last round triggered by `UnknownTag`
 
@@ -94,6 +95,10 @@ class Registration:
         if self._due is None or self._asked is None or self.is_silent:
             return self._due
         return min(self._due, self._asked + SILENT_S)
+
+    def is_over(self, now: float) -> bool:
+        """Return whether the relay is silent, and has forgotten this node."""
+        return self.is_silent and now >= self._until
 
     def start(self, now: float) -> list[Action]:
         """Begin the first round."""
@@ -168,6 +173,7 @@ class Registration:
     def _settle(self, packet: Registered, now: float) -> list[Action]:
         self._pending = self._asked = None
         self._missed = 0
+        self._until = now + packet.lasts_s
         self._due = now + min(REFRESH_S, max(packet.lasts_s / 3, MIN_REFRESH_S))
         self.is_registered = True
         self.is_silent = False

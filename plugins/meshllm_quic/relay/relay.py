@@ -5,18 +5,20 @@ Theory of operation
 Unauthenticated clients leave no state. A `Register` without a valid cookie is answered with the
 cookie of its source address, which is a hash (`cookies.py`); only with the cookie is the signature
 verified, at a limited rate per host and in total. A success creates a *registration* for 60 s: a
-tag, its key, and the address that it came from.
+tag, its key, and the addresses that it came from.
 
 Races. A registration belongs to the first key with its tag while it lasts; another key with the
 same tag, a collision among 2**96, is refused. The same key from another address moves its
-registration there. An overheard `Register` can be replayed, but only from the address of its cookie
-and for at most two minutes: it restores an earlier state until the owner registers again. Such an
-attacker is on the owner's path, and could as well drop its datagrams.
+registration there: datagrams for it go to the latest address. It may send from those before, too,
+each for 60 s: a node that knows this relay by an IPv4 and an IPv6 address, or in its own network
+and from outside, registers by both. An overheard `Register` can be replayed, but only from the
+address of its cookie and for at most two minutes: it restores an earlier state until the owner
+registers again. Such an attacker is on the owner's path, and could as well drop its datagrams.
 
 When all places are taken, a newcomer takes one of the network that has most, first one that was
 never used, so that nobody with many addresses in few networks keeps others out.
 
-A `Relayed` packet is forwarded unchanged if its sender is registered from the exact source address,
+A `Relayed` packet is forwarded unchanged if its sender is registered from that source address,
 and its recipient is registered. So a relay neither amplifies nor creates datagrams; an unregistered
 sender gets less than it sent. Tags are not secret: an attacker that forges the source address of a
 sender has datagrams forwarded at the expense of that sender's limits, and QUIC drops them.
@@ -51,6 +53,7 @@ from meshllm_quic.wire.packets import (
 
 LASTS_S = 60  # three refresh intervals of a client
 BURST_S = 2.0  # seconds of the rate that may be sent as a burst, for a prompt
+MAX_ADDRESSES = 3  # of one registration; a node uses no more relays
 SHARE = 16  # senders at full rate that the relay can serve at the same time
 DAY_S = 86400.0
 VERIFICATIONS = 1000.0  # per second; one takes 0.1 ms, 10,000 registrations need 500
@@ -122,14 +125,25 @@ class Statistics:
 @dataclass(slots=True)
 class _Registration:
     key: bytes
-    address: Address
+    addresses: dict[Address, float]
+    """Until when each may send, the latest last."""
     host: bytes
-    until: float
+    """Of the latest address."""
     rate: TokenBucket
     quota: TokenBucket
     """Shared by all registrations of the host, and kept when they expire."""
     is_used: bool = False
     """Whether a datagram was forwarded from or to it."""
+
+    @property
+    def address(self) -> Address:
+        """Where datagrams for it are sent."""
+        return next(reversed(self.addresses))
+
+    @property
+    def until(self) -> float:
+        """When it expires."""
+        return self.addresses[self.address]
 
 
 class Relay:
@@ -191,7 +205,7 @@ class Relay:
 
     def _forward(self, packet: Relayed, source: Address, size: int, now: float) -> Outgoing:
         sender = self._registrations.get(packet.sender)
-        if sender is None or sender.address != source:
+        if sender is None or sender.addresses.get(source, now) <= now:
             return self._unknown(Refusal.SENDER, packet.sender, source, now)
         recipient = self._registrations.get(packet.to)
         if recipient is None:
@@ -242,18 +256,18 @@ class Relay:
     def _settle(self, packet: Register, source: Address, host: bytes, now: float) -> None:
         """Create, move or refresh a registration, and put it last in the order of expiry."""
         before = self._registrations.pop(packet.tag, None)
+        addresses = _with(before.addresses if before else {}, source, now)
         if before is not None:
             self._leave(before)
         elif self._is_full():
             self._make_room(network_of(host))
         self._hosts[host] += 1
         self._networks[network_of(host)] += 1
-        self._sources[source] += 1
+        self._sources.update(addresses.keys())
         self._registrations[packet.tag] = _Registration(
             packet.key,
-            source,
+            addresses,
             host,
-            now + LASTS_S,
             before.rate if before else _budget(self._limits.rate, BURST_S, now),
             self._quotas.of(host, now),
             is_used=before is not None and before.is_used,
@@ -263,7 +277,8 @@ class Relay:
     def _leave(self, gone: _Registration) -> None:
         _drop(self._hosts, gone.host)
         _drop(self._networks, network_of(gone.host))
-        _drop(self._sources, gone.address)
+        for address in gone.addresses:
+            _drop(self._sources, address)
 
     def _is_full(self) -> bool:
         return len(self._registrations) >= self._limits.registrations
@@ -296,6 +311,12 @@ class Relay:
     def _refuse(self, reason: Refusal) -> Outgoing:
         self.statistics.refused[reason] += 1
         return []
+
+
+def _with(addresses: dict[Address, float], latest: Address, now: float) -> dict[Address, float]:
+    """Return the addresses that may still send, few of them, and a new one."""
+    others = [(at, until) for at, until in addresses.items() if at != latest and until > now]
+    return dict([*others[1 - MAX_ADDRESSES :], (latest, now + LASTS_S)])
 
 
 def _drop(counts: Counter[T], what: T) -> None:

@@ -4,7 +4,8 @@ Their number is small, so that addresses dialled by this node can reveal it to f
 from the configuration stay. Others serve the links through them, and are evicted for the next one
 that a dial needs: first unused ones, then those that are only a fallback. Peers choose their
 addresses, so such a relay is only tried until it answers: it keeps no other dial waiting, and
-evicts nothing. A stream over TCP is used while UDP is blocked: the relay is also asked over UDP, as
+evicts nothing. One that nothing uses is dropped once it is silent and its registration has expired.
+A stream over TCP is used while UDP is blocked: the relay is also asked over UDP, as
 an observer, and its first reply ends the stream.
 """
 
@@ -12,6 +13,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import chain
 from typing import Protocol
 
 from meshllm_quic.base.identity import Identity
@@ -69,6 +71,8 @@ class _RelayClient:
     """From the configuration: never evicted."""
     is_tried: bool
     """A dial needs it, and it has not answered: it is not in use."""
+    others: Sequence[Address] = ()
+    """Addresses of it, of which others may need one."""
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     waiters: int = 0
     """Dials that wait for the registration."""
@@ -94,18 +98,33 @@ class Relays:
         """The relays at which this node is registered now."""
         return tuple(a for a, client in self._clients.items() if client.registration.is_registered)
 
+    @property
+    def addresses(self) -> tuple[Address, ...]:
+        """The addresses by which others reach the relays at which this node is registered."""
+        others = (self._clients[relay].others for relay in self.registered)
+        return tuple(dict.fromkeys(chain(self.registered, *others)))
+
     def states(self) -> list[tuple[Address, str]]:
         """Describe the state of each relay in a few words."""
         return [(relay, _state(client)) for relay, client in self._clients.items()]
 
-    def add(self, relay: Address, *, is_wanted: bool, is_needed: bool = False) -> None:
-        """Register at a relay, unless `MAX_RELAYS` are in use.
+    def add(
+        self,
+        relay: Address,
+        *,
+        is_wanted: bool,
+        is_needed: bool = False,
+        others: Sequence[Address] = (),
+    ) -> None:
+        """Register at a relay, unless `MAX_RELAYS` are in use; ``others`` are addresses of it.
 
         A wanted (configured) relay evicts any other; one that a dial needs evicts one that carries
         no link now, once it has answered.
         """
         if relay in self._clients:
-            self._clients[relay].is_wanted |= is_wanted
+            client = self._clients[relay]
+            client.is_wanted |= is_wanted
+            client.others = others or client.others
             return
         most = RelayUsage.ROUTE if is_wanted else RelayUsage.RESERVE if is_needed else None
         least = self._least_used(most) if self._in_use >= MAX_RELAYS else None
@@ -117,7 +136,9 @@ class Relays:
             self.drop(least)
         sign, random = self._identity.sign, self._port.random
         registration = Registration(relay, self._identity.key, sign, random)
-        self._clients[relay] = _RelayClient(registration, is_wanted, is_tried=is_needed)
+        self._clients[relay] = _RelayClient(
+            registration, is_wanted, is_tried=is_needed, others=others
+        )
         self._do(relay, registration.start(self._loop.time()))
 
     def drop(self, relay: Address) -> None:
@@ -131,8 +152,13 @@ class Relays:
     def give_up(self, relay: Address) -> None:
         """Stop using a relay that did not answer a dial, unless something else uses it."""
         client = self._clients.get(relay)
-        if client is not None and not client.is_wanted and self._usage(relay) is RelayUsage.NONE:
+        if client is not None and not client.is_wanted and self.usage(relay) is RelayUsage.NONE:
             self.drop(relay)
+
+    def usage(self, relay: Address) -> RelayUsage:
+        """Return how strongly links and dials depend on a relay."""
+        client = self._clients.get(relay)
+        return RelayUsage.ROUTE if client and client.waiters else self._port.usage(relay)
 
     def __contains__(self, relay: Address) -> bool:
         client = self._clients.get(relay)
@@ -193,8 +219,8 @@ class Relays:
         unwanted = [
             relay for relay, at in self._clients.items() if not (at.is_wanted or at.is_tried)
         ]
-        least = min(unwanted, key=self._usage, default=None)
-        is_spare = most is not None and least is not None and self._usage(least) <= most
+        least = min(unwanted, key=self.usage, default=None)
+        is_spare = most is not None and least is not None and self.usage(least) <= most
         return least if is_spare else None
 
     def _limit_tried(self) -> None:
@@ -210,9 +236,6 @@ class Relays:
             self.drop(self._least_used(most) or relay)
         client.is_tried = False
         return relay in self
-
-    def _usage(self, relay: Address) -> RelayUsage:
-        return RelayUsage.ROUTE if self._clients[relay].waiters else self._port.usage(relay)
 
     def _do(self, relay: Address, actions: Sequence[Action]) -> None:
         for action in actions:
@@ -283,8 +306,8 @@ class Relays:
         for relay, client in list(self._clients.items()):
             if (due := client.registration.deadline) is not None and now >= due:
                 self._do(relay, client.registration.expire(now))
-                if client.is_tried and client.registration.is_silent:
-                    self.give_up(relay)  # the dial was cancelled, or took a direct address
+                if client.registration.is_over(now):  # or its dial took a direct address
+                    self.give_up(relay)
         for observer in self.observations.expire(now):
             nonce = self._port.random(8)
             while len(self._questions) >= MAX_QUESTIONS:

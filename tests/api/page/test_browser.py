@@ -13,7 +13,7 @@ from meshllm.status import MeshStatus, NodeState, PlanTerms
 from tests.api.page.conftest import Visit, ask, ready, visiting
 from tests.builders.fake_node import FOX, FakeNode
 from tests.builders.fake_ring import answer_of
-from tests.builders.status import RINGS, with_node
+from tests.builders.status import RINGS, with_node, with_ring
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser, Page
@@ -281,6 +281,17 @@ async def test_markdown_is_laid_out(visit: Visit, door: FakeNode) -> None:
     assert await page.locator(".assistant hr").count() == 1
 
 
+async def test_lines_may_end_as_those_of_windows(visit: Visit, door: FakeNode) -> None:
+    text = "- one\r\n- two\r\n\r\n```py\r\nx = 1\r\n```\r\n"
+    door.said = (Piece(text), answer_of(text, 9))
+    page = await visit.open("chat")
+
+    await ask(page, "Hi")
+
+    assert await page.locator(".assistant li").all_inner_texts() == ["one", "two"]
+    assert await page.locator(".assistant pre").all_inner_texts() == ["x = 1"]
+
+
 async def test_the_probability_of_each_token_is_shown(visit: Visit, door: FakeNode) -> None:
     chosen, other = Logprob(1, "yes", tuple(b"yes"), -0.1), Logprob(2, "no", tuple(b"no"), -3.0)
     door.said = (
@@ -351,6 +362,24 @@ async def test_a_model_that_joins_can_be_asked(visit: Visit, door: FakeNode) -> 
     assert door.requests[0].model == "fox"
 
 
+async def test_the_model_that_was_chosen_stays_chosen_while_it_is_away(
+    visit: Visit, door: FakeNode
+) -> None:
+    door.provided = (FOX,)
+    page = await visit.open("chat")
+    await page.locator("#model option").nth(1).wait_for(state="attached")
+    await page.click("#conversation > details > summary")
+    await page.select_option("#model", "fox")
+    door.provided = ()
+    await page.locator("#model option:disabled").wait_for(state="attached")
+
+    away = await page.input_value("#model")
+    door.provided = (FOX,)
+    await page.locator("#model option:disabled").wait_for(state="detached")
+
+    assert (away, await page.input_value("#model")) == ("fox", "fox")
+
+
 async def test_models_and_who_has_them_are_listed(visit: Visit, door: FakeNode) -> None:
     page = await visit.open("models")
 
@@ -381,6 +410,17 @@ async def test_the_owners_views_need_an_owners_key(
         await page.click("#to-plan")
         assert await page.is_hidden("#plan-open")
     assert door.calls == []
+
+
+async def test_a_key_is_shown_with_the_nodes_that_it_trusts(
+    visit: Visit, accounts: Accounts, owner: str
+) -> None:
+    accounts.create("clinic", KeyLimits(tokens_per_day=1, trust=("attic", "desk")), 0)
+    page = await visit.open("keys")
+
+    await unlock(page, owner)
+
+    await page.locator("#key-rows").get_by_text("1 token a day; trusts attic, desk").wait_for()
 
 
 async def test_the_owner_creates_and_revokes_keys(
@@ -425,6 +465,43 @@ async def test_a_plan_is_predicted_before_anything_moves(
     terms = PlanTerms("throughput", 2, (second.short,), {first.short: 2 << 30})
     assert door.calls == [(terms,)]
     assert "125.0 tokens/s" in await page.inner_text("#plan-told")
+
+
+async def test_a_plan_begins_with_the_terms_in_force(
+    visit: Visit, door: FakeNode, owner: str
+) -> None:
+    status = door.report()
+    second = status.nodes[1]
+    show(door, with_ring(status, members=1, exclude=(second.node,)))
+    page = await visit.open("plan")
+    await unlock(page, owner)
+    box = "#plan-nodes tr:nth-child(2) input[type=checkbox]"
+    assert await page.input_value("#members") == "1"
+    assert not await page.is_checked(box)
+
+    await page.click("#predict")
+    await page.locator("#plan-stages tr").first.wait_for()
+    await page.check(box)
+    await page.fill("#members", "")
+    async with page.expect_response("**/owner/plan"):
+        await page.click("#predict")
+
+    assert door.calls == [(PlanTerms("auto"),), (PlanTerms("auto", 0, ()),)]
+
+
+async def test_the_owner_plans_with_the_nodes_that_guests_do_not_see(
+    browser: "Browser", door: FakeNode, accounts: Accounts, owner: str
+) -> None:
+    key = accounts.create("guest", KeyLimits(), 0)
+    async with visiting(browser, door, accounts, needs_key=True) as visit:
+        page = await visit.open("plan")
+        await unlock(page, key)
+        await page.locator("#plan-nodes tr").first.wait_for(state="attached")
+
+        await unlock(page, owner)
+
+        await page.locator("#plan-nodes").get_by_text(door.report().nodes[0].name).wait_for()
+        assert await page.input_value("#plan-nodes tr:first-child input[type=number]") == "8"
 
 
 async def test_a_door_that_needs_a_key_asks_for_it(
@@ -525,6 +602,82 @@ async def test_the_page_returns_when_the_server_does(
 
         await page.unroute("**/page/events")
         await page.get_by_text("serving: builtin").wait_for()
+
+
+async def test_a_hidden_page_leaves_its_connection_to_others(visit: Visit) -> None:
+    page = await visit.open()
+    await page.locator("#nodes tr").first.wait_for()
+    hide = """(isHidden) => {
+      Object.defineProperty(document, "hidden", { value: isHidden, configurable: true });
+      document.dispatchEvent(new Event("visibilitychange"));
+    }"""
+
+    async with page.expect_event("requestfailed"):
+        await page.evaluate(hide, True)
+    shown = await page.inner_text("#summary")
+    async with page.expect_request("**/page/events"):
+        await page.evaluate(hide, False)
+
+    assert shown == "serving: builtin"
+
+
+async def test_a_stream_that_is_left_is_cancelled(visit: Visit) -> None:
+    page = await visit.open()
+    leave = """async () => {
+      const { objects } = await import("/page/door.js");
+      const start = (to) => to.enqueue(new TextEncoder().encode("data: {}\\n\\n"));
+      const cancel = () => (document.body.dataset.left = "");
+      for await (const _ of objects({ body: new ReadableStream({ start, cancel }) })) break;
+    }"""
+
+    await page.evaluate(leave)
+
+    await page.locator("body[data-left]").wait_for()
+
+
+async def test_an_error_of_the_mesh_is_not_drawn(visit: Visit, door: FakeNode) -> None:
+    page = await visit.open()
+    await page.locator("#nodes tr").first.wait_for()
+    note = """() => new MutationObserver(() => (window.seen = [...(window.seen ?? []),
+      document.getElementById("summary").textContent]))
+      .observe(document.getElementById("summary"), { childList: true })"""
+    await page.evaluate(note)
+    said = 'data: {"error": {"message": "It broke"}}\n\n'
+    await page.route("**/page/events", lambda route: route.fulfill(body=said))
+
+    await page.evaluate("dispatchEvent(new Event('key'))")
+    await page.wait_for_function("() => window.seen?.length > 2")
+
+    assert set(await page.evaluate("window.seen")) == {"disconnected, trying again"}
+
+
+async def test_advice_has_no_markup_of_the_names_in_it(visit: Visit, door: FakeNode) -> None:
+    name = "a` [here](https://example.org) **now** `b"
+    show(door, replace(with_ring(door.report(), advice=f"`{name}` is slow"), warnings=(name,)))
+
+    page = await visit.open()
+    await page.locator("#advice").get_by_text("is slow").wait_for()
+
+    assert await page.locator("#advice :not(code), #warnings a, #warnings strong").count() == 0
+    assert await page.locator("#advice code").first.inner_text() == "a"
+
+
+async def test_single_things_are_not_plural(visit: Visit, door: FakeNode) -> None:
+    status = door.report()
+    losses = (replace(status.sessions.losses[0], count=1),)
+    assert status.model
+    counts = replace(status.sessions, active=1, waiting=0, served=1, tokens=1, losses=losses)
+    model = replace(status.model, layers=1)
+    show(door, replace(status, model=model, nodes=status.nodes[:1], sessions=counts))
+    page = await visit.open()
+
+    await page.locator("#figures").get_by_text("loss survived").wait_for()
+
+    names = await page.locator("#figures span").all_inner_texts()
+    told = {"1 layer, bfloat16", "session", "answer, 1 token", "loss survived"}
+    assert told <= set(names)
+    assert "of 1 node." in (await page.text_content("#plan-now") or "")
+    assert "1 of 1 ring, 1 layer" in (await page.text_content("#served") or "")
 
 
 def show(door: FakeNode, status: MeshStatus) -> None:

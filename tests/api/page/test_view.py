@@ -4,7 +4,15 @@ from meshllm.api.page.view import PageModel, PageSpeed, PageStatus, PageTimes, v
 from meshllm.names import LossCause, Span
 from meshllm.status import LossCounts, Measured, MemoryStatus, NodeState, SessionCounts
 from tests.builders.fake_node import FOX
-from tests.builders.status import RINGS, status_of, waiting, with_link, with_node, with_ring
+from tests.builders.status import (
+    RINGS,
+    node_id,
+    status_of,
+    waiting,
+    with_link,
+    with_node,
+    with_ring,
+)
 
 
 def test_the_owner_sees_names_and_times() -> None:
@@ -21,6 +29,15 @@ def test_the_owner_sees_names_and_times() -> None:
     assert [hop.id for hop in seen.hops] == [node.id for node in seen.nodes]
     assert seen.memory == status.memory
     assert seen.losses == status.sessions.losses
+
+
+def test_the_terms_in_force_are_shown() -> None:
+    status = with_ring(status_of(3), members=2, exclude=(node_id(2),))
+
+    seen, guests = (view_of(status, is_public=is_public) for is_public in (False, True))
+
+    assert (seen.members, seen.exclude) == (2, (status.nodes[2].short,))
+    assert guests.exclude == ()
 
 
 def test_a_public_door_hides_who_takes_part() -> None:
@@ -131,6 +148,16 @@ def test_hops_without_measurement_have_no_times() -> None:
 def test_times_of_an_earlier_ring_are_not_those_of_this_one() -> None:
     status = status_of(2)
     first = replace(status.ring.stages[0], layers=Span(0, 3))
+
+    seen = view_of(with_ring(status, stages=(first, *status.ring.stages[1:])), is_public=False)
+
+    assert seen.hops[0].measured == PageTimes()
+    assert seen.hops[1].measured.compute_ms == 13.5
+
+
+def test_times_of_a_lost_node_are_not_those_of_its_replacement() -> None:
+    status = status_of(2)
+    first = replace(status.ring.stages[0], node=node_id(3))
 
     seen = view_of(with_ring(status, stages=(first, *status.ring.stages[1:])), is_public=False)
 

@@ -300,6 +300,13 @@ def test_a_ring_in_this_process_has_the_first_model_of_the_settings(
     assert local.settings.model == json.loads(result.stdout)["model"] == "first"
 
 
+def test_a_ring_in_this_process_has_no_state_folder(ask: Ask, local: FakeRing) -> None:
+    result = ask("chat", "--nodes", "2", "--state", "there")
+
+    assert (result.exit_code, local.settings) == (2, None)
+    assert "`--nodes`, a ring in this process, cannot be combined with `--state`" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("folder", "why"),
     [

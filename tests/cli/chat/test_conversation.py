@@ -132,6 +132,15 @@ def test_a_conversation_continues_from_a_file(conversation: Conversation, home: 
     assert (home / "talk.json").stat().st_mode & 0o777 == 0o600
 
 
+def test_what_a_saved_conversation_leaves_unset_is_unset_again(home: Path) -> None:
+    Conversation(Settings()).execute("/save talk.json")
+    other = Conversation(Settings())
+    for line in ("/set seed 7", "/set temperature 0.9", "/load talk.json"):
+        other.execute(line)
+
+    assert other.settings == Settings()
+
+
 def test_a_saved_conversation_may_be_saved_again(conversation: Conversation) -> None:
     conversation.execute("/save talk.json")
     conversation.append("a", "b")

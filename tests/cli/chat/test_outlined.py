@@ -52,6 +52,7 @@ def test_json_has_the_whole_answer(writer: Writer) -> None:
     ("words", "message"),
     [
         (("--outline=maybe", "hi"), "Invalid value `maybe` for `--outline`"),
+        (("--outline=", "hi"), "Invalid value `` for `--outline`"),
         (("--outline", "--raw", "hi"), "`outline` cannot be combined with `raw`"),
         (("--outline", "--stop", "END", "hi"), "`outline` cannot be combined with `stop`"),
         (("--outline", "--stop", "END"), "`outline` cannot be combined with `stop`"),

@@ -1,10 +1,22 @@
+import errno
 import io
+import os
 
 import pytest
 
 from meshllm.cli.chat import prompt
 from meshllm.cli.chat.prompt import read_prompt
 from meshllm.errors import UserError
+
+
+class Folder(io.RawIOBase):
+    """Standard input that is a folder."""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, _: object) -> int:
+        raise OSError(errno.EISDIR, "Is a directory")
 
 
 class Terminal(io.TextIOWrapper):
@@ -48,6 +60,20 @@ def test_standard_input_may_be_closed() -> None:
     for argument in (None, "-"):  # nobody could type
         with pytest.raises(UserError, match="The prompt is empty"):
             read_prompt(argument, None)
+
+
+def test_standard_input_may_be_for_writing_only() -> None:
+    with open(os.open(os.devnull, os.O_WRONLY)) as stdin:  # noqa: PTH123  # as `nohup` leaves it
+        assert read_prompt("hi", stdin) == "hi"
+        with pytest.raises(UserError, match="The prompt is empty"):
+            read_prompt("-", stdin)
+
+
+def test_standard_input_that_cannot_be_read_is_an_error() -> None:
+    stdin = io.TextIOWrapper(io.BufferedReader(Folder()))
+
+    with pytest.raises(UserError, match="Standard input cannot be read: is a directory"):
+        read_prompt("hi", stdin)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from meshllm.bench.machine import processor
 from meshllm.cli.commands import replay
 from meshllm.errors import MeshError
 from meshllm.names import Quant
+from meshllm.node.ring import local_ring
 from meshllm.status import ModelStatus
 from meshllm.traces.trace import TraceLine
 from tests.builders.fake_node import FakeNode
@@ -66,23 +68,24 @@ def engines(
     return cases
 
 
-def test_sigterm_ends_a_benchmark_and_what_it_started(
-    meshllm: Invoke, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_benchmark_and_what_it_started(
+    meshllm: Invoke, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
-    before, cleaned = signal.getsignal(signal.SIGTERM), []
+    before, cleaned = signal.getsignal(number), []
 
     def measure(*_: object) -> None:
         try:
-            assert callable(signal.getsignal(signal.SIGTERM))
-            os.kill(os.getpid(), signal.SIGTERM)
+            assert callable(signal.getsignal(number))
+            os.kill(os.getpid(), number)
         finally:
             cleaned.append(True)
 
     monkeypatch.setattr(ring_table, "measure", measure)
 
-    assert meshllm("bench").exit_code == 143
+    assert meshllm("bench").exit_code == 128 + number
     assert cleaned
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(number) is before
 
 
 def test_rings_are_measured_as_asked(
@@ -306,6 +309,38 @@ def test_a_replay_that_cannot_be_is_refused(
     assert result.exit_code != 0
     assert told in result.stderr
     assert "\nhint: " in result.stderr
+
+
+def test_the_key_of_another_api_may_be_short(meshllm: Invoke, trace: Path, home: Path) -> None:
+    (home / "key").touch(0o600)
+    (home / "key").write_text("sk-1\n")
+    words = ["--replay", str(trace), "--url", "http://127.0.0.1:9/v1", "--key-file", "key"]
+
+    assert "Nothing answers at" in meshllm("bench", *words).stderr
+
+    (home / "key").chmod(0o644)
+    assert "Other users can read the key file" in meshllm("bench", *words).stderr
+
+
+def test_sigterm_during_a_replay_removes_its_model(
+    meshllm: Invoke, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder := tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    written: list[Path] = []
+
+    def end(*_: object) -> None:
+        written.extend(folder.iterdir())
+        assert callable(signal.getsignal(signal.SIGTERM))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(local_ring, "open_local_ring", end)
+
+    result = meshllm("bench", "--replay", str(trace), "--nodes", "1", "--model", "tiny")
+
+    assert result.exit_code == 143
+    assert written
+    assert not [*folder.iterdir()]
 
 
 @pytest.mark.socket

@@ -1,8 +1,10 @@
 import json
+import os
 import sqlite3
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -145,6 +147,15 @@ def test_a_key_in_any_bytes_is_revoked_from_stdin(meshllm: Invoke, home: Path) -
     with Accounts.open(home / "state" / "meshllm") as accounts:
         assert accounts.is_revoked("sk-\xe9\xff")
     assert result.exit_code == 0
+
+
+def test_stdin_of_nohup_has_no_key(meshllm: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open(os.open(os.devnull, os.O_WRONLY)) as stdin:  # noqa: PTH123  # for writing only
+        monkeypatch.setattr("meshllm.cli.commands.key.sys", SimpleNamespace(stdin=stdin))
+        result = meshllm("key", "revoke", "-")
+
+    assert result.exit_code == 2
+    assert "stdin has no key" in result.stderr
 
 
 @pytest.mark.parametrize("text", ["", "\n", "x" * 257])

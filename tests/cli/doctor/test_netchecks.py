@@ -25,6 +25,19 @@ def test_a_chosen_port_that_is_taken_fails(taken: int, monkeypatch: pytest.Monke
 
 
 @pytest.mark.socket
+def test_a_port_is_tried_at_its_host() -> None:
+    assert netchecks.check_free_port("ws://192.0.2.1:20000").verdict == "fail"
+    assert netchecks.check_free_port("unix:name").verdict == "ok"
+
+
+@pytest.mark.socket
+def test_every_address_is_checked(taken: int) -> None:
+    found = netchecks.check_ports(("websocket",), ("ws://127.0.0.1:0", f"127.0.0.1:{taken}"))
+
+    assert [each.verdict for each in found] == ["ok", "fail"]
+
+
+@pytest.mark.socket
 def test_an_own_address_is_dialled(taken: int) -> None:
     assert netchecks.check_listening(f"ws://0.0.0.0:{taken}").verdict == "ok"
     assert netchecks.check_listening("loopback:3").verdict == "ok"

@@ -23,6 +23,7 @@ import torch
 from meshllm.api.port import NodePort
 from meshllm.cli.node.node import OPEN_FILES, SWITCH_S, _print_with_relay, _report, _write_private
 from meshllm.cli.shared.events import Notice
+from meshllm.cli.terminal import render
 from meshllm.errors import MeshError, NotAuthorised, UserError
 from meshllm.log import setup
 from meshllm.model import device
@@ -327,6 +328,20 @@ def test_the_ticket_file_is_private(meshllm: Invoke, node: FakeNode, home: Path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
+def test_a_node_goes_on_if_nobody_takes_its_ticket(
+    meshllm: Invoke, node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: str) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(render, "put", fail)  # such as `meshllm node --serve ... | head -1`
+
+    result = meshllm("node")
+
+    assert result.exit_code == 0
+    assert "the ticket was not printed: stdout cannot be written: broken pipe" in result.stderr
+
+
 @pytest.mark.parametrize("options", [(), ("--join", TICKET)])
 def test_no_ticket_is_printed_if_all_members_are_known(
     meshllm: Invoke, node: FakeNode, home: Path, options: tuple[str, ...]
@@ -572,6 +587,13 @@ def test_the_printed_unit_omits_the_ticket(meshllm: Invoke, node: FakeNode) -> N
     assert "meshllm1secret" not in result.output
     assert result.stderr.startswith("the unit contains no ticket")
     assert node.options is None
+
+
+def test_a_unit_writes_no_ticket_file(meshllm: Invoke) -> None:
+    result = meshllm("node", "--print-service", "--ticket-file", "ticket")
+
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "`--ticket-file` cannot be combined with `--print-service`" in result.stderr
 
 
 class Screen(io.StringIO):

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from meshllm.cli.ring.members import _confirm, find, lay_out
+from meshllm.cli.ring.members import _confirm, find, guests, lay_out
 from meshllm.errors import UserError
 from meshllm.node.requests.peer_requests import MAX_PER_CLIENT
 from meshllm.status import Named, Removed, to_json
@@ -238,6 +238,17 @@ def test_the_confirmation_lists_the_guests(
 
     assert result.stderr.startswith(f"{line}Permanently remove desk {node_id(1)}? [y/N]:")
     assert node.posted == []
+
+
+def test_the_confirmation_leaves_out_the_branches_that_stay() -> None:
+    me = member(4, hosts=(node_id(0), node_id(1), node_id(2)), is_self=True)
+    one, two = (member(each, hosts=(node_id(0), node_id(1))) for each in (2, 5))
+    three = member(6, hosts=(node_id(0), node_id(1), node_id(5)))
+    there = [member(0, is_self=False), member(1), one, me, two, three, member(7, hosts=())]
+
+    assert guests(there, member(1), []) == [two, three]
+    assert guests(there, member(1), [three]) == []
+    assert guests(there, two, []) == [three]
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,13 @@ def test_many_nodes_are_a_line() -> None:
     assert picture(boxes(9), 80) == line(boxes(9), 80)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_boxes_that_fit_in_no_row_are_a_line(count: int) -> None:
+    few = boxes(count, "a-very-long-name-{}")
+
+    assert picture(few, 12 * count) == line(few, 12 * count)
+
+
 def test_a_line_needs_no_times() -> None:
     assert line([Box("a", "0:1", "", ""), Box("b", "1:2", "", "")], 80) == "a 0:1 ─▶ b 1:2 ─▶ a"
 

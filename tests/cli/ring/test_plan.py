@@ -70,6 +70,12 @@ def test_the_assumed_acceptance_rate_is_shown(meshllm: Invoke) -> None:
     )
 
 
+def test_a_single_draft_is_not_plural(meshllm: Invoke) -> None:
+    words = ("--spec", "2x1GiB:2ms@5ms", "--acceptance", "0.1")
+
+    assert " with 1 draft per step\n" in meshllm("ring", "plan", *words).stdout
+
+
 def test_an_acceptance_rate_above_one_is_refused(meshllm: Invoke) -> None:
     assert meshllm("ring", "plan", "--acceptance", "1.1").exit_code == 2
 

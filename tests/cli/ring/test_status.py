@@ -6,7 +6,15 @@ from meshllm.cli.ring.status import clean, duration, lay_out, ms
 from meshllm.names import Span
 from meshllm.status import NodeState
 from tests.builders.fake_node import FOX
-from tests.builders.status import RINGS, status_of, waiting, with_link, with_node, with_ring
+from tests.builders.status import (
+    RINGS,
+    node_id,
+    status_of,
+    waiting,
+    with_link,
+    with_node,
+    with_ring,
+)
 
 
 def test_reasons_and_advice_have_the_names_and_ids_of_nodes() -> None:
@@ -199,6 +207,34 @@ def test_measurements_of_another_ring_are_not_shown() -> None:
 
     assert "~0.4 ms" in text
     assert "\nmeasured  nothing yet" in text
+
+
+def test_measurements_of_a_lost_node_are_not_those_of_its_replacement() -> None:
+    status = status_of(2)
+    first = replace(status.ring.stages[0], node=node_id(3))
+
+    text = lay_out(with_ring(status, stages=(first, status.ring.stages[1])), 80)
+
+    assert "\nmeasured  nothing yet" in text
+
+
+def test_single_things_are_not_plural() -> None:
+    status = status_of(1)
+    measured = status.ring.measured
+    assert status.model
+    assert measured
+    losses = (replace(status.sessions.losses[0], tokens=1),)
+    status = replace(
+        status,
+        model=replace(status.model, layers=1),
+        sessions=replace(status.sessions, losses=losses),
+    )
+
+    text = lay_out(with_ring(status, measured=replace(measured, tokens=1)), 200)
+
+    assert "Qwen/Qwen3-0.6B, 1 layer, bfloat16" in text
+    assert "over 1 token\n" in text
+    assert "1 token replayed" in text
 
 
 def test_on_a_low_terminal_tables_are_dropped_first() -> None:

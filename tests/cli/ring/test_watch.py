@@ -6,9 +6,9 @@ import pytest
 from meshllm.cli.ring import watch
 from meshllm.cli.shared.client import NodeClient
 from meshllm.errors import LinkLost
-from meshllm.status import MeshStatus
+from meshllm.status import MemoryStatus, MeshStatus, PastState
 from tests.builders.fake_client import FakeClient
-from tests.builders.status import status_of, waiting, with_link, with_node
+from tests.builders.status import RINGS, status_of, waiting, with_link, with_node, with_ring
 
 
 async def test_an_event_causes_an_early_refresh(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,13 +60,21 @@ async def test_without_a_node_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_clocks_and_counters_are_no_change() -> None:
     seen: list[MeshStatus] = []
     show = watch.changes(seen.append)
-    second = replace(with_link(status_of(2), 1, heard_s=9, bytes_sent=1), since_s=755.0)
-    third = with_node(status_of(2), 1, link=None)
+    first = _of_rings(status_of(2), 1.0)
+    second = with_link(_of_rings(status_of(2), 2.0), 1, heard_s=9, bytes_sent=1)
+    second = replace(second, since_s=755.0, memory=MemoryStatus(process=1))
+    third = with_node(first, 1, link=None)
+    fourth = replace(third, memory=MemoryStatus(weights=1))
 
-    for status in (status_of(2), second, third):
+    for status in (first, second, third, fourth):
         show(status)
 
-    assert seen == [status_of(2), third]
+    assert seen == [first, third, fourth]
+
+
+def _of_rings(status: MeshStatus, ago_s: float) -> MeshStatus:
+    status = with_ring(status, history=(PastState("serving", ago_s),))
+    return replace(status, rings=(replace(RINGS[0], status=status.ring), RINGS[1]))
 
 
 def client(node: FakeClient) -> NodeClient:

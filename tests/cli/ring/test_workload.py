@@ -9,7 +9,7 @@ from meshllm.errors import UserError
 from meshllm.status import CostTable, MeshStatus, to_json
 from meshllm.traces.trace import TraceLine
 from tests.builders.fake_client import FakeClient
-from tests.builders.status import node_id, status_of, waiting, with_node
+from tests.builders.status import node_id, status_of, waiting, with_node, with_ring
 from tests.cli.conftest import Invoke
 from tests.scheduler.test_roofline import LLAMA_8B, NODE
 
@@ -182,6 +182,20 @@ def test_the_nodes_of_the_running_mesh_can_be_used(
     assert [each["machine"] for each in plan["one_more"]] == ["0-attic", "1-desk"]
     used = {name for each in plan["placement"]["replicas"] for name in each["machines"]}
     assert used <= {"0-attic", "1-desk"}
+
+
+def test_the_names_of_nodes_of_the_running_mesh_are_escaped(
+    meshllm: Invoke, pair: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status = mesh_with_costs()
+    stages = tuple(replace(each, name="\x1b[2J") for each in status.ring.stages)
+    FakeClient(monkeypatch).statuses = [with_ring(status, stages=stages)]
+    pair.write_text("measured = true\n" + PAIR.partition('[[model]]\nname = "big"')[0])
+
+    result = meshllm("ring", "plan", "--workload", str(pair))
+
+    assert "\\x1b[2J" in result.stdout
+    assert "\x1b[2J" not in result.stdout
 
 
 COSTS = CostTable("builtin", ((1, 2.0), (8, 2.5), (32, 9.0)), 1.0)

@@ -5,7 +5,13 @@ import signal
 import pytest
 import typer
 
-from meshllm.cli.shared.signals import TERMINATED, Drain, cancelled_by_sigterm, draining
+from meshllm.cli.shared.signals import (
+    TERMINATED,
+    Drain,
+    cancelled_by_sigterm,
+    draining,
+    unwinding_on_signals,
+)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -123,6 +129,32 @@ async def test_sigterm_cancels_a_task_and_raises_in_no_callback() -> None:
 
     assert await asyncio.create_task(command()) == TERMINATED
     assert not taken
+
+
+def test_a_closed_terminal_unwinds_once() -> None:
+    before, steps = signal.getsignal(signal.SIGHUP), list[str]()
+
+    def measure() -> None:
+        with unwinding_on_signals():
+            try:
+                os.kill(os.getpid(), signal.SIGHUP)
+            finally:  # one of the system, and one of a shell
+                os.kill(os.getpid(), signal.SIGHUP)
+                steps.append("removed")
+
+    with pytest.raises(SystemExit, match="129"):
+        measure()
+    assert steps == ["removed"]
+    assert signal.getsignal(signal.SIGHUP) is before
+
+
+def test_unwinding_respects_nohup() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with unwinding_on_signals():
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 async def test_another_cancellation_is_not_taken_for_sigterm() -> None:

@@ -1,6 +1,7 @@
 import errno
 import io
 import json
+import os
 from contextlib import redirect_stderr
 from dataclasses import replace
 from math import inf, nan
@@ -43,6 +44,13 @@ def test_wide_characters_take_two_columns() -> None:
     ]
     assert render.cut("書斎の机", 8) == "書斎の机"
     assert render.cut("書斎の机", 7) == "書斎の…"
+
+
+def test_a_table_escapes_names_that_others_chose() -> None:
+    assert render.table(("a\x1b[2J", "n"), [("b\nc", 1)]).splitlines() == [
+        "a\\x1b[2J  n",
+        "b\\nc      1",
+    ]
 
 
 def test_meanings_are_wrapped_beside_their_names(
@@ -147,6 +155,25 @@ def test_colour_can_be_turned_off(
     assert terminal.getvalue() == "error: no\n"
 
 
+def test_messages_have_the_width_of_their_own_terminal(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr(terminal, "fileno", lambda: 7)
+    widths = {7: 12}  # stdout is wider
+    monkeypatch.setattr(
+        os, "get_terminal_size", lambda at: os.terminal_size((widths.get(at, 80), 9))
+    )
+
+    with redirect_stderr(terminal):
+        render.Status(terminal).show("書斎の机 is loaded")
+        shown = terminal.getvalue()
+        told = render.wrapped("two words here")
+
+    assert shown == "\r\x1b[K\x1b[2m書斎の机 i…\x1b[0m"
+    assert told == "two words \nhere"
+
+
 def test_a_status_line_is_replaced_and_erased(
     terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,7 +184,24 @@ def test_a_status_line_is_replaced_and_erased(
         status.show("one")
         status.show("two is too long")
 
-    assert terminal.getvalue() == "\r\x1b[Kone\r\x1b[Ktwo is t\r\x1b[K"
+    assert terminal.getvalue() == "\r\x1b[Kone\r\x1b[Ktwo is …\r\x1b[K"
+
+
+@pytest.mark.parametrize(("encoding", "has_bullets"), [("latin-1", False), ("utf-8", True)])
+def test_markdown_is_rendered_on_terminals_with_its_characters(
+    monkeypatch: pytest.MonkeyPatch, encoding: str, has_bullets: bool
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="backslashreplace")
+    monkeypatch.setattr(stdout, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdout", stdout)
+
+    with render.answering(markdown=True) as write:
+        write("- one\n")
+
+    assert isinstance(stdout.buffer, io.BytesIO)
+    text = stdout.buffer.getvalue().decode(encoding)
+    assert ("•" in text, "\\u2022" in text) == (has_bullets, False)
 
 
 def test_reasoning_stays_above_the_answer(

@@ -326,6 +326,14 @@ def test_an_internal_error_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyP
         runner_of(tmp_path, "qwen3", torch.bfloat16)
 
 
+def test_the_execution_of_a_quantised_model_is_foreseen(tmp_path: Path) -> None:
+    config = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16).config
+
+    foreseen = forecast(config, torch.bfloat16, CPU, Quant.INT8)
+
+    assert dict(foreseen.linears).keys() == {"quantised"}
+
+
 def test_without_executable_memory_nothing_is_replayed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from meshllm.node.agreement.further_rings import DRAIN_S, MOVE_S, FurtherRing, F
 from meshllm.node.agreement.offer import FIRST_RETRY_S, LAST_RETRY_S
 from meshllm.node.agreement.plan_follower import SETTLE_S
 from meshllm.node.timer import loop_time
+from meshllm.protocol.membership.records import MAX_RINGS
 from meshllm.testing.clock import run_virtual
 from tests.builders.ring_places import call_later
 
@@ -57,6 +58,7 @@ class Node:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun: list[Server] = []
         self.begun_at: list[float] = []
+        self.most = 0  # further rings in the state at a time
         self.error: ModelError | None = None
         self.failed: list[tuple[ModelKey, ModelError]] = []
         self.shares: list[tuple[GroupId, Any]] = []
@@ -90,6 +92,7 @@ class Node:
 
     def _member(self, group: GroupId, _: Callable[[], str]) -> None:
         self.state.further[group] = None
+        self.most = max(self.most, len(self.state.further))
 
     def _server(self, *_: object, memory: int) -> Server:
         self.begun.append(Server(memory))
@@ -135,7 +138,8 @@ def test_a_new_ring_waits_for_the_sessions_of_one_that_ends(run: Run) -> None:
         node.rings.want({ONE: 5})
         await asyncio.sleep(SHORT_S)
         node.begun[0].sessions = 1
-        node.rings.want({OTHER: 5})
+        node.wanted = {OTHER: 5}
+        node.rings.want(node.wanted)
         await asyncio.sleep(MOVE_S / 2)
         assert node.running == {ONE: 5}
         node.begun[0].sessions = 0
@@ -259,6 +263,19 @@ def test_a_ring_that_cannot_be_served_is_refused_until_the_backoff_is_over(run: 
     run(story)
 
 
+def test_a_node_in_all_rings_that_it_may_have_changes_one(run: Run) -> None:
+    async def story(node: Node) -> None:
+        groups = [GroupId(bytes([number]) * 9) for number in range(MAX_RINGS)]
+        for begin in (0, 1):
+            node.wanted = dict.fromkeys(groups[begin : begin + MAX_RINGS - 1], 5)
+            node.rings.want(node.wanted)
+            await asyncio.sleep(SHORT_S)
+        assert [*node.rings.rings] == groups[1:]
+        assert node.most == MAX_RINGS - 1
+
+    run(story)
+
+
 def test_rings_begin_in_the_order_of_the_records(run: Run) -> None:
     async def story(node: Node) -> None:
         wanted = {GroupId(bytes([number]) * 9): number for number in range(1, 9)}
@@ -284,8 +301,8 @@ def test_a_ring_is_ended_once(run: Run) -> None:
         node.rings.want({ONE: 5})
         await asyncio.sleep(SHORT_S)
         ring: FurtherRing = node.rings.rings[ONE]
-        assert ring.end(0.0)
-        assert ring.end(0.0)
+        ring.end(0.0)
+        ring.end(0.0)
         await asyncio.sleep(SETTLE_S)
         assert node.begun[0].ended == [ONE]
 

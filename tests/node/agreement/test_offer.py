@@ -13,6 +13,7 @@ from meshllm.errors import MeshError, ModelError, OutOfMemory
 from meshllm.names import GroupId
 from meshllm.node.agreement.offer import (
     FIRST_RETRY_S,
+    LAST_RESTORE_S,
     LAST_RETRY_S,
     MOST_SLOW,
     RESTORE_S,
@@ -21,6 +22,7 @@ from meshllm.node.agreement.offer import (
     NodeOffer,
 )
 from meshllm.protocol.membership.records import Profile
+from meshllm.protocol.planning.plan import MAX_SECONDS
 from meshllm.testing.clock import run_virtual
 from tests.builders.snapshots import profile
 
@@ -131,10 +133,64 @@ def test_a_failure_while_it_is_retracted_changes_nothing(case: Case) -> None:
 def test_running_out_of_memory_again_while_it_is_retracted_offers_less_still(case: Case) -> None:
     case.fail(OutOfMemory("no memory", needed_bytes=200))
     case.fail(OutOfMemory("no memory", needed_bytes=100))
+    _, offer_again, _ = case.later
 
-    case.later.pop()()
+    offer_again()
 
-    assert (case.told[-1].memory_bytes, len(case.delays)) == (100 + int(100 * SMALLER), 1)
+    assert case.is_open
+    assert case.told[-1].memory_bytes == 100 + int(100 * SMALLER)
+
+
+def test_memory_that_did_not_suffice_is_offered_again_later_and_later_still_after_a_relapse(
+    case: Case,
+) -> None:
+    for lack in range(7):
+        case.fail(OutOfMemory("no memory", needed_bytes=200))
+        end_lack, offer_again = case.later
+        offer_again()
+        assert case.told[-1].memory_bytes == 100 + int(200 * SMALLER)
+        end_lack()
+        assert case.told[-1].memory_bytes == MEASURED.memory_bytes
+        assert case.delays[0] == min(RESTORE_S * 2**lack, LAST_RESTORE_S)
+        case.later.clear()
+        case.delays.clear()
+
+
+def test_a_lack_of_memory_ends_with_its_time_while_the_offer_is_retracted(case: Case) -> None:
+    case.fail(OutOfMemory("no memory", needed_bytes=200))
+    end_lack, offer_again = case.later
+
+    end_lack()
+    assert not case.is_open
+
+    offer_again()
+    assert (case.is_open, case.told[-1].memory_bytes) == (True, MEASURED.memory_bytes)
+
+
+def test_a_further_lack_of_memory_is_not_over_with_the_first(case: Case) -> None:
+    for _ in range(2):
+        case.fail(OutOfMemory("no memory", needed_bytes=200))
+        case.later[-1]()
+
+    case.later[0]()  # the time of the first
+
+    assert case.told[-1].memory_bytes == 100 + int(200 * SMALLER)
+
+
+def test_another_ring_gets_the_memory_that_did_not_suffice_for_the_last(case: Case) -> None:
+    case.offer.share(ONE, replace(profile(1), memory_bytes=150))
+    case.fail(OutOfMemory("no memory", needed_bytes=0))
+    end_lack, offer_again = case.later
+    offer_again()
+    assert case.told[-1].memory_bytes == 150 + MEASURED.reserve_bytes
+
+    case.offer.end()
+    case.offer.begin(MEASURED)
+    assert case.told[-1].memory_bytes == MEASURED.memory_bytes
+
+    told = len(case.told)
+    end_lack()
+    assert len(case.told) == told
 
 
 def test_a_failure_counts_if_the_plan_changes_at_once(case: Case) -> None:
@@ -257,6 +313,21 @@ def test_a_machine_that_was_measured_while_it_was_busy_says_how_fast_it_is(case:
         refining.cancel()
 
     run_virtual(story())
+
+
+def test_a_slow_machine_is_published_with_no_more_seconds_than_peers_take(case: Case) -> None:
+    case.offer.begin(replace(MEASURED, layer_s=((1, 100.0), (8, 1000.0)), head_s=100.0))
+
+    async def story() -> None:
+        refining = asyncio.ensure_future(case.offer.refine())
+        case.layer_s = 6400.0
+        await asyncio.sleep(3 * WATCH_S)
+        refining.cancel()
+
+    run_virtual(story())
+    told = case.told[-1]
+    assert told.layer_s == ((1, MAX_SECONDS), (8, MAX_SECONDS))
+    assert Profile.decode(told.encode()) == told
 
 
 def test_a_failure_during_a_hang_is_not_offered_again(case: Case) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,13 +11,16 @@ import pytest
 from meshllm.errors import ModelError, ModelMissing
 from meshllm.names import FIRST_GROUP, GroupId, ModelKey
 from meshllm.node.agreement.further_rings import MOVE_S
+from meshllm.node.agreement.offer import NodeOffer
 from meshllm.node.agreement.plan_follower import SETTLE_S
 from meshllm.node.agreement.ring_server import NodeParts
-from meshllm.node.agreement.ring_service import MISSING_S, RingService
+from meshllm.node.agreement.ring_service import LAST_RETRY_S, RETRY_S, RingService
 from meshllm.protocol.agreement.groups import UNASSIGNED, NodeGroups
+from meshllm.protocol.membership.records import Profile
 from meshllm.testing.clock import run_virtual
 from tests.builders.offers import A
 from tests.builders.ring_places import ENTRY, PLAN, Place, call_later, several
+from tests.builders.snapshots import profile
 
 WHOLE, SECOND, THIRD = several()
 FIRST, OTHER = (each.key for each in WHOLE.served)
@@ -180,12 +184,50 @@ def test_a_node_that_leaves_or_provides_does_not_move(state: str) -> None:
     run(story)
 
 
-def test_a_model_that_cannot_be_held_is_offered_no_more() -> None:
+def test_a_model_that_cannot_be_served_is_offered_again_later_and_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    delays: list[float] = []
+
     async def story(node: Moving) -> None:
-        node.service._give_up(OTHER, ModelError("damaged"))
-        assert node.models == [(FIRST,)]
-        await asyncio.sleep(2 * MISSING_S)
-        assert node.service._may_hold(WHOLE, (FIRST, OTHER)) == (FIRST,)
+        parts = cast("Any", node.service._parts)
+        monkeypatch.setattr(parts, "call_later", lambda delay_s, *_: delays.append(delay_s))
+        for _ in range(7):
+            node.service._give_up(OTHER, ModelError("the disk is full"))
+        assert node.models == [(FIRST,)] * 7
+        assert delays == [min(RETRY_S * 2**number, LAST_RETRY_S) for number in range(7)]
+        node.work(sessions=0)
+        node.service._give_up(FIRST, ModelError("a part was deleted"))
+        node.service._give_up(FIRST, ModelError("a part was deleted"))
+        assert delays[7:] == [RETRY_S] * 2  # it has served it each time
+
+    run(story)
+
+
+def test_a_node_begins_again_in_the_only_ring_that_it_can_serve_in() -> None:
+    async def story(node: Moving) -> None:
+        begun = list[GroupId]()
+
+        async def serving(_: object) -> None:
+            begun.append(node.group)
+            if node.group == SECOND and begun.count(SECOND) == 1:
+                raise ModelError("the disk is full")
+
+        first = cast("Any", node.service.first)
+        first.serve = serving
+        node.service._charter_known.set()
+        running = asyncio.ensure_future(node.service.run())
+        node.want(SECOND)
+        await asyncio.sleep(SHORT_S)
+        assert node.group == UNASSIGNED
+        node.want(UNASSIGNED)  # it says that it cannot hold the model
+        await asyncio.sleep(RETRY_S + SHORT_S)
+        assert node.service._may_hold(WHOLE, (FIRST, OTHER)) == (FIRST, OTHER)
+        node.want(SECOND)
+        await asyncio.sleep(SHORT_S)
+        assert begun == [UNASSIGNED, SECOND, SECOND]
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
     run(story)
 
@@ -193,12 +235,63 @@ def test_a_model_that_cannot_be_held_is_offered_no_more() -> None:
 def test_a_model_that_no_node_could_send_is_offered_again_later() -> None:
     async def story(node: Moving) -> None:
         node.service._give_up(OTHER, ModelMissing("it is not here"))
-        await asyncio.sleep(MISSING_S - 1)
+        await asyncio.sleep(RETRY_S - 1)
         assert node.service._may_hold(WHOLE, (FIRST, OTHER)) == (FIRST,)
         news = node.place.own.news
         await asyncio.sleep(2)
         assert news.is_set()  # the survey looks again
         assert node.service._may_hold(WHOLE, (FIRST, OTHER)) == (FIRST, OTHER)
+        node.service._give_up(OTHER, ModelMissing("it is not here still"))
+        await asyncio.sleep(RETRY_S + 1)  # no longer than before
+        assert node.service._may_hold(WHOLE, (FIRST, OTHER)) == (FIRST, OTHER)
+
+    run(story)
+
+
+def test_a_model_is_offered_again_if_the_mesh_serves_nothing_else_by_then() -> None:
+    async def story(node: Moving) -> None:
+        held = list[tuple[ModelKey, ...]]()
+
+        async def here(_: object) -> tuple[ModelKey, ...]:
+            return (FIRST,)
+
+        parts = cast("Any", node.service._parts)
+        parts.prepared = SimpleNamespace(held=here)
+        parts.offer.hold = held.append
+        parts.offer.profile = SimpleNamespace(models=(), memory_bytes=1)  # it gave up all it had
+        node.service._give_up(FIRST, ModelError("the disk is full"))
+        node.place.machine.charter = replace(WHOLE, models=(), replicas=1)
+        surveying = asyncio.ensure_future(node.service.survey())
+        await asyncio.sleep(RETRY_S - 1)
+        assert held == []
+        await asyncio.sleep(2)
+        assert held == [(FIRST,)]
+        surveying.cancel()
+        await asyncio.gather(surveying, return_exceptions=True)
+
+    run(story)
+
+
+def test_an_offer_that_is_made_while_the_memory_is_looked_up_stays() -> None:
+    async def story(node: Moving) -> None:
+        measured, told = profile(4), list[Profile]()
+        bare = replace(measured, weights=(), layer_s=(), memory_bytes=0)
+        offer = NodeOffer(bare, told.append, node.place.member, call_later)
+
+        async def here(_: object) -> tuple[ModelKey, ...]:
+            return (FIRST, OTHER)
+
+        async def room(found: Profile) -> Profile:
+            offer.begin(measured)
+            return replace(found, memory_bytes=1)
+
+        parts = cast("Any", node.service._parts)
+        parts.prepared, parts.offer = SimpleNamespace(held=here, room=room), offer
+        surveying = asyncio.ensure_future(node.service.survey())
+        await asyncio.sleep(1)
+        assert told[-1] == offer.profile == replace(measured, models=(FIRST, OTHER))
+        surveying.cancel()
+        await asyncio.gather(surveying, return_exceptions=True)
 
     run(story)
 

@@ -14,7 +14,7 @@ from meshllm.names import NodeId
 from meshllm.node.net.dialer import DIAL_S, MAX_NAMES, MAX_TRIED, STAGGER_S, NodeDialer
 from meshllm.node.net.peer_address import Local
 from meshllm.node.net.secure import HandshakeClosed, SecureLink, secure_accept
-from meshllm.protocol.membership.dial_limit import BURST
+from meshllm.protocol.membership.dial_limit import BURST, PORTS
 from meshllm.protocol.trust.credential import Credential
 from meshllm.protocol.trust.handshake import Own, Purpose
 from meshllm.protocol.trust.ticket import TicketProof
@@ -158,6 +158,36 @@ def test_a_silent_target_is_not_dialled_without_end() -> None:
             await dialer.dial(["loopback:void"], Purpose.MESH, expect=HOST.node, removals=NOBODY)
 
     assert len(run(story).dialled) == BURST
+
+
+def test_an_address_that_was_not_needed_is_not_counted_as_tried() -> None:
+    async def story(net: Net) -> None:
+        dialer = NodeDialer({"loopback": net}, AS_MEMBER)
+
+        async def dial(*addresses: str) -> SecureLink:
+            return await dialer.dial(addresses, Purpose.MESH, expect=HOST.node, removals=NOBODY)
+
+        async with net.host("a"):
+            for _ in range(2 * BURST):
+                await dial("loopback:a", "loopback:b")
+        async with net.host("b"):
+            assert (await dial("loopback:b")).peer == HOST.node
+
+    run(story)
+
+
+def test_dials_at_the_same_time_share_the_attempts_at_a_host() -> None:
+    async def story(net: Net) -> None:
+        dialer = NodeDialer({"ws": net}, AS_MEMBER)
+
+        async def dial(first: int) -> None:
+            addresses = [f"ws://10.0.0.8:{first + at}" for at in range(MAX_TRIED)]
+            with pytest.raises(LinkLost, match="it is not dialled again so soon"):
+                await dialer.dial(addresses, Purpose.MESH, expect=HOST.node, removals=NOBODY)
+
+        await asyncio.gather(dial(1), dial(1 + MAX_TRIED))
+
+    assert BURST * PORTS <= len(run(story).dialled) < MAX_TRIED + BURST
 
 
 def test_a_node_that_was_away_for_long_is_dialled_as_soon_as_it_is_back() -> None:

@@ -141,7 +141,7 @@ def test_a_number_is_told_from_a_name() -> None:
 
 
 def test_attempts_are_counted_by_host_and_port() -> None:
-    assert target("ws://10.0.0.8:80") == target("quic://key@10.0.0.8:80")
+    assert target("ws://10.0.0.8:80") == target("quic://10.0.0.8:80")
     assert target("ws://10.0.0.8:80")[0] == target("ws://10.0.0.8:81")[0]
     assert target("ws://10.0.0.8:80") != target("ws://10.0.0.8:81")
     assert target("ws://10.0.0.8:80")[0] != target("ws://10.0.0.9:80")[0]
@@ -149,6 +149,13 @@ def test_attempts_are_counted_by_host_and_port() -> None:
     assert target("ws://[2001:db8::1]:80") != target("ws://[2001:db8::2]:80")
     assert target("wss://desk.example:80") == ("desk.example", "desk.example 80")
     assert target("loopback:a")[0] == "loopback:a"
+
+
+def test_attempts_at_nodes_behind_one_relay_are_counted_apart_and_together() -> None:
+    first, second = target("quic://one@10.0.0.8:80"), target("quic://two@10.0.0.8:80")
+
+    assert first != second
+    assert first[0] == second[0] == target("quic://10.0.0.8:80")[0]
 
 
 @pytest.mark.parametrize(

@@ -5,22 +5,31 @@ import gc
 import logging
 import random
 import tracemalloc
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from itertools import count
 
 import pytest
+from websockets.datastructures import Headers
 from websockets.frames import Frame, Opcode
+from websockets.http11 import Request
 
 from meshllm.errors import LinkLost, PeerFault
 from meshllm.testing.links import read
-from meshllm.transport.contract import MAX_MESSAGE_BYTES, Channel, Guarded, Listener, Reserving
+from meshllm.transport.contract import (
+    MAX_MESSAGE_BYTES,
+    Channel,
+    Guarded,
+    Listener,
+    Located,
+    Reserving,
+)
 from meshllm.transport.half_open import Limits
 from meshllm.transport.laned_link import LanedLink
 from meshllm.transport.lanes import BACK, CREDIT, FIRST, NEXT, PIECE_BYTES
 from meshllm_websocket import WebsocketTransport, listener
 from meshllm_websocket.frames import MAX_CONTROL, MAX_FRAME_BYTES
-from meshllm_websocket.listener import LIMITS
+from meshllm_websocket.listener import LIMITS, forwarded_for
 
 pytestmark = pytest.mark.socket
 
@@ -225,6 +234,64 @@ async def test_half_open_connections_of_a_host_make_room_for_another() -> None:
             assert not opened[1][0].at_eof()
         for one in waiting:
             await one.__aexit__(None, None, None)
+
+
+def forwarded(*clients: str) -> bytes:
+    lines = b"".join(b"X-Forwarded-For: " + client.encode() + b"\r\n" for client in clients)
+    return REQUEST.replace(b"Host", lines + b"Host")
+
+
+async def proxied(place: Listener, stack: AsyncExitStack, clients: Iterable[str]) -> list[Streams]:
+    """Complete the handshakes of clients behind a proxy on this machine."""
+    opened = []
+    for client in clients:
+        opened.append(await stack.enter_async_context(connected(place)))
+        opened[-1][1].write(forwarded("203.0.113.9", f"forged, {client}"))
+        await opened[-1][0].readuntil(b"\r\n\r\n")
+    return opened
+
+
+async def test_clients_of_a_proxy_do_not_take_the_places_of_each_other() -> None:
+    clients = [f"2001:db8:{number}::1" for number in range(1, LIMITS.host + 2)]
+    async with listening() as place, AsyncExitStack() as stack:
+        opened = await proxied(place, stack, clients)
+        links = [await anext(aiter(place.links())) for _ in clients]
+        for link in links:
+            assert isinstance(link, Guarded)
+            link.limit_unread(1000)
+        await asyncio.sleep(0.02)
+
+        assert [link.peer_host for link in links if isinstance(link, Located)] == clients
+        assert not any(reader.at_eof() for reader, _ in opened)
+        await asyncio.gather(*(link.close() for link in links))
+
+
+async def test_one_client_of_a_proxy_takes_places_of_its_own() -> None:
+    async with listening() as place, AsyncExitStack() as stack:
+        opened = await proxied(place, stack, ["2001:db8::1"] * (LIMITS.host + 1))
+
+        assert await all_of(opened[0][0]) == b""
+        assert not opened[1][0].at_eof()
+        for _ in range(LIMITS.host):
+            await (await anext(aiter(place.links()))).close()
+
+
+@pytest.mark.parametrize(
+    ("host", "said", "client"),
+    [
+        ("127.0.0.1", "192.0.2.7", "192.0.2.7"),
+        ("::1", "192.0.2.7, 2001:db8::7", "2001:db8::7"),
+        ("192.0.2.1", "192.0.2.7", ""),
+        ("127.0.0.1", "192.0.2.7:5000", ""),
+        ("127.0.0.1", "unknown", ""),
+        ("", "192.0.2.7", ""),
+    ],
+)
+def test_only_a_proxy_of_this_machine_names_its_client(host: str, said: str, client: str) -> None:
+    request = Request("/", Headers({"X-Forwarded-For": said}))
+
+    assert forwarded_for(host, request) == client
+    assert forwarded_for(host, Request("/", Headers())) == ""
 
 
 @pytest.mark.parametrize("hosts", [[], ["127.0.0.2"]])

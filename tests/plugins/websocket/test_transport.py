@@ -20,7 +20,7 @@ import pytest
 from meshllm.errors import LinkLost, UserError
 from meshllm.testing.links import read
 from meshllm.testing.transports import Terms, check_transport
-from meshllm.transport import contract
+from meshllm.transport import contract, linger
 from meshllm.transport.laned_link import LanedLink
 from meshllm.transport.lanes import CREDIT
 from meshllm.transport.registry import Registry
@@ -186,7 +186,7 @@ async def test_nodelay_and_keep_alive_are_set() -> None:
 
 async def test_close_does_not_wait_for_a_silent_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "CLOSE_WAIT_S", 0.05)
-    monkeypatch.setattr(connection, "LINGER_S", 0.05)
+    monkeypatch.setattr(linger, "STALL_S", 0.05)
     async with linked() as (one, other):
         assert isinstance(other._wire, connection.WebsocketConnection)
         other._wire.socket.pause_reading()
@@ -207,8 +207,8 @@ async def test_a_peer_that_reads_little_by_little_delays_the_end_only_for_a_whil
 ) -> None:
     left = count(1_000_000, -1)
     monkeypatch.setattr(connection, "CLOSE_WAIT_S", 0.05)
-    monkeypatch.setattr(connection, "LINGER_S", 0.02)
-    monkeypatch.setattr(connection, "MAX_LINGER_S", 0.1)
+    monkeypatch.setattr(linger, "STALL_S", 0.02)
+    monkeypatch.setattr(linger, "MOST_S", 0.1)
     async with linked() as (one, other):
         assert isinstance(other._wire, connection.WebsocketConnection)
         assert isinstance(one._wire, connection.WebsocketConnection)

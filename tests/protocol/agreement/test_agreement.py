@@ -140,6 +140,51 @@ def test_a_better_ring_waits_for_the_weights_of_its_nodes() -> None:
     assert ready.plan == ring((B, 0, 4), epoch=6)
 
 
+def test_a_ring_without_nodes_that_lack_weights_takes_the_place_of_a_better_one() -> None:
+    profiles = {A: profile(4), B: without(profile(4, ms=0.4), 2), C: profile(4, ms=0.5)}
+    world = World(profiles, followed={A: ring((A, 0, 4))})
+
+    meanwhile = world.agree()
+
+    assert meanwhile.plan == ring((C, 0, 4), epoch=6)
+    assert meanwhile.reason == "it gains 50%"
+    assert replace(world, busy={A}).agree().ahead == meanwhile.plan
+    kept = world.follow(meanwhile).agree()
+    assert kept.plan == meanwhile.plan
+    assert kept.reason == f"another plan waits for weights on `{short(B)}`: it gains 20%"
+    ready = replace(world.follow(meanwhile), profiles={**profiles, B: profile(4, ms=0.4)})
+    assert spans(planned(ready.agree())) == {B: "0:4"}
+
+
+@pytest.mark.parametrize(("members", "after"), [(None, {C: "0:4"}), (2, {A: "0:2", C: "2:4"})])
+def test_an_exclusion_waits_for_no_weights_if_other_nodes_satisfy_the_charter(
+    members: int | None, after: dict[NodeId, str]
+) -> None:
+    agreed = replace(charter(), exclude=(A,), members=members)
+    profiles = {A: profile(4), B: without(profile(4, ms=0.5), 0, 1, 2, 3), C: profile(4, ms=2.0)}
+    world = World(profiles, agreed, followed={A: ring((A, 0, 2), (C, 2, 4))})
+
+    agreement = world.agree()
+
+    assert spans(planned(agreement)) == after
+    assert ("waits for weights" in agreement.reason) is (members == 2)
+
+
+def test_the_plan_without_nodes_that_lack_weights_is_reused() -> None:
+    profiles = {A: profile(4), B: without(profile(4, ms=0.4), 2), C: profile(4, ms=0.5)}
+    view = World(profiles, followed={A: ring((A, 0, 4))}).view(A)
+
+    first = agree(view)
+    again = agree(view, first)
+
+    assert again == first
+    assert again.best
+    assert again.best.spare
+    assert first.best
+    assert first.best.spare
+    assert again.best.spare.problem is first.best.spare.problem
+
+
 def test_a_ring_that_replaces_a_broken_one_does_not_wait_for_weights() -> None:
     world = World({A: profile(4), B: without(profile(4), 0, 1, 2, 3)}, gone={A})
 
@@ -387,6 +432,31 @@ def test_a_policy_that_needs_a_missing_link_falls_back_to_auto() -> None:
     agreement = World({A: profile(3), B: profile(3), C: profile(3)}, agreed, cut=cut).agree()
 
     assert len(planned(agreement).stages) == 2
+
+
+@pytest.mark.parametrize(("ms", "after"), [(0.9, [A, B]), (0.1, [B, C])])
+def test_a_ring_of_the_policy_that_was_fallen_back_to_changes_for_a_gain_in_time(
+    ms: float, after: list[NodeId]
+) -> None:
+    agreed, cut = replace(charter(), policy="proportional"), [frozenset({A, C})]
+    profiles = {A: profile(3), B: profile(3), C: profile(3, ms=ms)}
+    followed = dict.fromkeys(profiles, ring((A, 0, 3), (B, 3, 4)))
+
+    agreement = World(profiles, agreed, cut=cut, followed=followed).agree()
+
+    assert nodes_of(planned(agreement)) == after
+
+
+def test_a_loss_moves_few_layers_where_the_policy_was_fallen_back_to() -> None:
+    terms = replace(WIDE, policy="proportional")
+    profiles = dict.fromkeys((A, B, C, D), replace(wide(), memory_bytes=800))
+    followed = dict.fromkeys(profiles, ring((A, 0, 5), (B, 5, 12)))
+    cut = [frozenset({A, C})]
+    world = World(profiles, terms, cut=cut, followed=followed)
+
+    agreement = replace(world, gone={B}).agree(A)
+
+    assert spans(planned(agreement)) == {A: "0:5", D: "5:12"}
 
 
 def test_a_first_ring_of_fewer_members_than_requested_counts_the_missing() -> None:

@@ -206,13 +206,97 @@ def test_a_ring_keeps_what_it_needs() -> None:
 
 
 def test_a_ring_that_works_is_complete_whatever_the_estimate_says() -> None:
-    charter = mesh_of(model(1, 4), model(2, 2))
+    one = model(1, 4)
+    sizes = (LAYER, LAYER, LAYER // 2, LAYER // 2)
+    charter = mesh_of(replace(one, shape=replace(one.shape, layer_bytes=sizes)), model(2, 2))
     places = {A: FIRST_GROUP, B: FIRST_GROUP, C: group(charter, 2)}
     used = ring("m1", (A, 0, 2), (B, 2, 4))
     view = view_of(charter, {A: 2, B: 1, C: 2}, places, {A: used, B: used})
 
     assert assign(view) == places
     assert shortage(view) == {}
+
+
+@pytest.mark.parametrize("why", ["less memory", "a larger context"])
+def test_a_ring_that_can_no_longer_hold_its_plan_gets_a_node(why: str) -> None:
+    is_larger = why == "a larger context"
+    one = model(1, 4)
+    shape = replace(one.shape, kv_bytes_per_token=(2 * LAYER if is_larger else 0,) * 4, context=1)
+    charter = mesh_of(replace(one, shape=shape), model(2, 4))
+    second = group(charter, 2)
+    places = {A: FIRST_GROUP, B: second, C: second}
+    used, other = ring("m1", (A, 0, 4)), ring("m2", (B, 0, 4))
+    memory = {A: 5 if is_larger else 1, B: 4, C: 14}
+
+    view = view_of(charter, memory, places, {A: used, B: other, C: other})
+
+    assert assign(view) == places | {C: FIRST_GROUP}
+
+
+def retracted(view: MeshView, at: NodeId) -> MeshView:
+    """Let a node retract its offer, as its layers cannot be loaded."""
+    failing = replace(view.profiles[at], weights=(b"w" * 16,) * 7)
+    return replace(view, profiles={**view.profiles, at: failing})
+
+
+@pytest.mark.parametrize("stages", [((A, 0, 4),), ((A, 0, 2), (D, 2, 4))])
+def test_a_node_that_cannot_load_its_layers_is_replaced(
+    stages: tuple[tuple[NodeId, int, int], ...],
+) -> None:
+    charter = mesh_of(model(1, 4), model(2, 4))
+    second = group(charter, 2)
+    places = {A: FIRST_GROUP, B: second, C: second, D: FIRST_GROUP}
+    used, other = ring("m1", *stages), ring("m2", (B, 0, 4))
+    followed = {A: used, B: other, C: other, D: used}
+    view = view_of(charter, {A: 4, B: 4, C: 4, D: 2}, places, followed)
+
+    assert assign(view) == places
+    assert assign(retracted(view, A)) == places | {C: FIRST_GROUP}
+
+
+def test_a_node_that_cannot_load_its_layers_is_free_for_an_earlier_model() -> None:
+    charter = mesh_of(model(1, 4), model(2, 4))
+    places = {A: group(charter, 2)}
+    view = view_of(charter, {A: 4}, places, {A: ring("m2", (A, 0, 4))})
+
+    assert assign(view) == places
+    assert assign(retracted(view, A)) == {A: FIRST_GROUP}
+
+
+def refusing(view: MeshView, one: NodeId, *others: NodeId) -> MeshView:
+    """Let a node refuse others as neighbours."""
+    return replace(view, states={**view.states, one: replace(view.states[one], faulty=others)})
+
+
+@pytest.mark.parametrize("is_followed", [False, True])
+def test_nodes_that_refuse_each_other_are_no_ring(*, is_followed: bool) -> None:
+    charter = mesh_of(model(1, 4), model(2, 4))
+    second = group(charter, 2)
+    places = {A: FIRST_GROUP, B: FIRST_GROUP, C: second, D: second}
+    used, other = ring("m1", (A, 0, 2), (B, 2, 4)), ring("m2", (C, 0, 4))
+    followed = {A: used, B: used, C: other, D: other} if is_followed else {}
+    view = view_of(charter, {A: 2, B: 2, C: 4, D: 2}, places, followed)
+
+    assert assign(view) == places
+    assert assign(refusing(view, B, A)) == places | {D: FIRST_GROUP}
+    assert assign(refusing(view, B, C)) == places
+
+
+@pytest.mark.parametrize(
+    ("layers", "refused", "is_complete"),
+    [
+        ({A: 2, B: 2, C: 2}, (A,), True),
+        ({A: 2, B: 2, C: 2}, (A, C), True),
+        ({A: 1, B: 3, C: 1}, (A, C), False),
+        ({A: 1, B: 1, C: 1, D: 1}, (A,), True),
+    ],
+)
+def test_up_to_three_nodes_are_all_neighbours(
+    layers: dict[NodeId, float], refused: tuple[NodeId, ...], *, is_complete: bool
+) -> None:
+    view = view_of(model(1, 4), layers, dict.fromkeys(layers, FIRST_GROUP))
+
+    assert shortage(refusing(view, B, *refused)) == ({} if is_complete else {FIRST_GROUP: LAYER})
 
 
 def test_later_models_give_their_nodes_until_they_are_complete() -> None:
@@ -433,7 +517,9 @@ def test_a_plan_with_layers_on_excluded_nodes_does_not_make_a_ring_complete() ->
 
     stages = (PlanStage(A, Span(0, 0)), PlanStage(B, Span(0, 4)))  # more than the estimate
     used = Plan(1, "m1", Ends.CLIENT, stages)
-    view = view_of(replace(charter, ends=Ends.CLIENT), layers, places, {A: used, B: used})
+    shape = replace(charter.shape, layer_bytes=(LAYER, LAYER, LAYER // 2, LAYER // 2))
+    charter = replace(charter, shape=shape, ends=Ends.CLIENT)
+    view = view_of(charter, layers, places, {A: used, B: used})
     assert shortage(view) == {}
 
 

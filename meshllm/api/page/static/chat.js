@@ -1,5 +1,5 @@
 // The chat: conversations with a model, and the answers as they come.
-import { at, button, call, element, key, objects, patch } from "./door.js";
+import { at, button, call, counted, element, key, objects, patch } from "./door.js";
 import { copy, render } from "./markdown.js";
 import { blank, forget, isAbout, load, save, title } from "./talks.js";
 
@@ -12,6 +12,7 @@ let talk = null;
 let running = null;
 let replaced; // by the answer that comes, unless it has no text
 let offered = "";
+let chosen = ""; // the model that was chosen, which may be away
 let follows = true; // the end of the conversation, which is in view
 let scrolled = 0; // how far it was scrolled
 
@@ -26,6 +27,7 @@ export function startChat() {
     talk.system = at("system").value;
     keepTalk();
   });
+  at("model").addEventListener("change", () => (chosen = at("model").value));
   at("ask").addEventListener("submit", (happened) => {
     happened.preventDefault();
     const text = at("question").value.trim();
@@ -86,9 +88,17 @@ export async function offerModels(served) {
     offered = ""; // the server is away: the next state of the mesh will try again
     return;
   }
-  const chosen = at("model").value;
+  const wanted = chosen || at("model").value;
   at("model").replaceChildren(...names.map((name) => element("option", name)));
-  if (names.includes(chosen)) at("model").value = chosen;
+  if (chosen && !names.includes(chosen)) at("model").append(away(chosen));
+  if (chosen || names.includes(wanted)) at("model").value = wanted;
+}
+
+// A request for it fails by its name, instead of being answered by another model.
+function away(name) {
+  const made = element("option", `${name} (not served now)`);
+  Object.assign(made, { value: name, disabled: true });
+  return made;
 }
 
 // Another tab has changed a conversation; while an answer comes, what others changed is shown at its end.
@@ -350,7 +360,7 @@ function note(turn, { began, first }, word, tokens) {
   const took = performance.now() - first;
   const parts = [
     word,
-    tokens && `${tokens} ${tokens === 1 ? "token" : "tokens"}`,
+    tokens && counted(tokens, "token"),
     first && `first after ${((first - began) / 1000).toFixed(2)} s`,
     tokens > 1 && first && `${((1000 * (tokens - 1)) / took).toFixed(1)} tokens/s`,
     turn.seed !== undefined && `seed ${turn.seed}`,

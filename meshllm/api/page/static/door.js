@@ -53,15 +53,19 @@ async function checked(reply) {
 // The objects of server-sent events, as they come; what is heard may be a comment, too.
 export async function* objects(reply, heard = () => {}) {
   const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
-  for (let rest = ""; ; ) {
-    const { done, value } = await connected(reader.read());
-    if (done) return;
-    heard();
-    const parts = (rest + value).split("\n\n");
-    rest = parts.pop();
-    for (const part of parts) {
-      if (part.startsWith("data: ") && part !== "data: [DONE]") yield JSON.parse(part.slice(6));
+  try {
+    for (let rest = ""; ; ) {
+      const { done, value } = await connected(reader.read());
+      if (done) return;
+      heard();
+      const parts = (rest + value).split("\n\n");
+      rest = parts.pop();
+      for (const part of parts) {
+        if (part.startsWith("data: ") && part !== "data: [DONE]") yield JSON.parse(part.slice(6));
+      }
     }
+  } finally {
+    reader.cancel().catch(() => {}); // it may be lost already
   }
 }
 
@@ -105,6 +109,10 @@ export function row(...cells) {
   }
   return made;
 }
+
+export const counted = (count, noun) => `${count.toLocaleString()} ${words(count, noun)}`;
+
+export const words = (count, noun) => (count === 1 ? noun : `${noun}s`);
 
 const units = ["B", "KiB", "MiB", "GiB", "TiB"];
 

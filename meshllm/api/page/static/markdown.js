@@ -9,7 +9,7 @@ const depthMost = 8; // of lists and quotes
 
 export function render(text, depth = 0) {
   const blocks = [];
-  const lines = text.split("\n");
+  const lines = text.split(/\r\n?|\n/);
   for (let at = 0; at < lines.length; ) {
     const [made, next] = block(lines, at, depth);
     if (made) blocks.push(made);
@@ -129,6 +129,12 @@ function table(lines, at) {
   box.setAttribute("aria-label", "Table");
   box.append(made);
   return [box, at];
+}
+
+// A line whose only markup is code, as parts of it are names that others chose.
+export function withCode(text) {
+  const shown = text.split(/(`[^`\n]+`)/);
+  return shown.map((part) => (part.startsWith("`") && part.length > 2 ? element("code", part.slice(1, -1)) : part));
 }
 
 const parts = /(`[^`\n]+`|\*\*[^*\n]+\*\*|(?<![\w*])\*[^*\s][^*\n]*\*(?!\w)|\[[^\][\n]{1,300}\]\([^()\s]+\))/;

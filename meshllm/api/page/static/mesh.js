@@ -1,6 +1,6 @@
 // The mesh as figures, a drawing, tables and a list of events; and the models that it serves.
-import { at, bytes, element, ms, row, short } from "./door.js";
-import { render } from "./markdown.js";
+import { at, bytes, counted, element, ms, row, short, words } from "./door.js";
+import { withCode } from "./markdown.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const loggedMost = 50;
@@ -18,7 +18,7 @@ export function drawMesh(mesh) {
   drawRing(mesh);
   drawTimes(mesh);
   drawNodes(mesh.nodes);
-  at("advice").replaceChildren(...render(mesh.advice));
+  at("advice").replaceChildren(...withCode(mesh.advice));
   at("warnings").replaceChildren(...mesh.warnings.map(warning));
   for (const line of changes(before, mesh)) log(line);
   before = mesh;
@@ -26,16 +26,16 @@ export function drawMesh(mesh) {
 
 function warning(text) {
   const made = element("li");
-  made.append(...render(text));
+  made.append(...withCode(text));
   return made;
 }
 
 export function drawModels(models) {
   const rows = models.map((model) => {
-    const layers = model.layers ? `, ${model.layers} layers` : "";
-    const rings = `${model.serving} of ${model.replicas} ${model.replicas === 1 ? "ring" : "rings"}`;
+    const layers = model.layers ? `, ${counted(model.layers, "layer")}` : "";
+    const rings = `${model.serving} of ${counted(model.replicas, "ring")}`;
     const kind = model.replicas ? rings : "an engine";
-    const count = model.count ? `${model.count} ${model.count === 1 ? "node" : "nodes"}` : null; // a client does not know it
+    const count = model.count ? counted(model.count, "node") : null; // a client does not know it
     const who = model.holders.join(", ") || count;
     return row(model.name, model.precision || "unknown", model.context ? `${model.context.toLocaleString()} tokens` : "unknown", `${kind}${layers}`, who);
   });
@@ -64,16 +64,16 @@ export const rate = (speed) => (speed?.ms_per_token ? (1000 / speed.ms_per_token
 function drawFigures(mesh) {
   const lost = mesh.losses.reduce((sum, each) => sum + each.count, 0);
   const figures = [
-    [mesh.model || "-", mesh.precision ? `${mesh.layers} layers, ${mesh.precision}` : "model"],
+    [mesh.model || "-", mesh.precision ? `${counted(mesh.layers, "layer")}, ${mesh.precision}` : "model"],
     [rate(mesh.measured), "tokens/s measured"],
     [rate(mesh.predicted), "tokens/s predicted"],
     [ms(mesh.measured?.ttft_ms), `to the first token${mesh.predicted ? `, ${ms(mesh.predicted.ttft_ms)} predicted` : ""}`],
   ];
   if (mesh.is_client) figures.splice(2, 1); // it cannot predict
   if (!mesh.is_public) {
-    figures.push([mesh.active, mesh.waiting ? `sessions, ${mesh.waiting} waiting` : "sessions"]);
-    figures.push([mesh.served.toLocaleString(), `answers, ${mesh.tokens.toLocaleString()} tokens`]);
-    figures.push([lost, "losses survived"]);
+    figures.push([mesh.active, `${words(mesh.active, "session")}${mesh.waiting ? `, ${mesh.waiting} waiting` : ""}`]);
+    figures.push([mesh.served.toLocaleString(), `${words(mesh.served, "answer")}, ${counted(mesh.tokens, "token")}`]);
+    figures.push([lost, lost === 1 ? "loss survived" : "losses survived"]);
   }
   if (mesh.memory) {
     const { weights, kv_cache, prefix_cache, kv_room, process } = mesh.memory;

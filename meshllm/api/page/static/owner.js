@@ -1,5 +1,5 @@
 // Keys and usage, for the owner; and the notice where the owner's key is needed.
-import { at, button, call, key, row } from "./door.js";
+import { at, button, call, counted, key, row } from "./door.js";
 import { copy } from "./markdown.js";
 
 const owners = ["plan", "keys"];
@@ -56,7 +56,8 @@ function keyRow(found) {
   const limits = [
     found.models.join(", "),
     found.concurrency && `${found.concurrency} at a time`,
-    found.tokens_per_day && `${found.tokens_per_day.toLocaleString()} tokens a day`,
+    found.tokens_per_day && `${counted(found.tokens_per_day, "token")} a day`,
+    found.trust.length && `trusts ${found.trust.join(", ")}`,
   ].filter(Boolean);
   const revoker = found.state === "active" ? button("Revoke", () => revoke(found.name), `Revoke ${found.name}`) : "";
   return row(

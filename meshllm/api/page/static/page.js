@@ -42,6 +42,7 @@ function draw(mesh) {
 async function watch() {
   for (let wait = 500, why; ; wait = Math.min(2 * wait, 8000)) {
     why = "disconnected";
+    while (document.hidden) await turned();
     connection = new AbortController();
     expectMore();
     try {
@@ -57,14 +58,16 @@ async function watch() {
       if (reply.status === 503) why = "too many pages are open";
       if (reply.ok) {
         for await (const mesh of objects(reply, expectMore)) {
-          wait = 500;
+          if (mesh.error) throw new Error(mesh.error.message);
           draw(mesh);
+          wait = 500;
         }
       }
     } catch {
       // the server is away, or the key has changed
     }
     clearTimeout(timer);
+    if (document.hidden) continue;
     status(`${why}, trying again`, "disconnected");
     await new Promise((done) => setTimeout(done, connection.signal.aborted ? 0 : wait));
   }
@@ -76,6 +79,9 @@ function expectMore() {
   const watched = connection;
   timer = setTimeout(() => watched.abort(), silence);
 }
+
+// A browser has six connections to a server for all its tabs: one that nobody sees leaves its own to others.
+const turned = () => new Promise((done) => document.addEventListener("visibilitychange", done, { once: true }));
 
 const changed = () => new Promise((done) => addEventListener("key", done, { once: true }));
 
@@ -110,5 +116,6 @@ startChat();
 startPlan();
 startOwner();
 addEventListener("hashchange", show);
+document.addEventListener("visibilitychange", () => document.hidden && connection.abort());
 show();
 watch();

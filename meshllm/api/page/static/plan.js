@@ -1,5 +1,5 @@
 // Plans to try out, for the owner: what another policy, memory or number of nodes would give.
-import { at, call, element, ms, row } from "./door.js";
+import { at, call, counted, element, ms, row } from "./door.js";
 import { rate } from "./mesh.js";
 
 const gibibyte = 2 ** 30;
@@ -14,19 +14,20 @@ export function startPlan() {
 
 // Keeps what was typed while the same nodes are there.
 export function drawPlan(mesh) {
-  const ids = (status) => String(usable(status).map(({ id }) => id));
-  const isSame = shown && ids(shown) === ids(mesh);
+  const basis = (status) => JSON.stringify([status.exclude, usable(status).map(({ id, name, memory_bytes: size }) => [id, name, size])]);
+  const isSame = shown && basis(shown) === basis(mesh);
   if (!shown) at("policy").value = mesh.policy;
+  at("members").defaultValue = mesh.members ?? "";
   shown = mesh;
-  at("plan-now").textContent = `Now: ${rate(mesh.predicted)} tokens/s predicted, ${rate(mesh.measured)} measured, on ${mesh.hops.length} of ${mesh.nodes.length} nodes.`;
-  if (!isSame) at("plan-nodes").replaceChildren(...usable(mesh).map(nodeRow));
+  at("plan-now").textContent = `Now: ${rate(mesh.predicted)} tokens/s predicted, ${rate(mesh.measured)} measured, on ${mesh.hops.length} of ${counted(mesh.nodes.length, "node")}.`;
+  if (!isSame) at("plan-nodes").replaceChildren(...usable(mesh).map((node) => nodeRow(node, !mesh.exclude.includes(node.id))));
 }
 
 const usable = (mesh) => mesh.nodes.filter(({ state }) => !["down", "left"].includes(state));
 
-function nodeRow({ id, name, memory_bytes: memory }) {
+function nodeRow({ id, name, memory_bytes: memory }, isUsed) {
   const used = element("input");
-  Object.assign(used, { type: "checkbox", checked: true });
+  Object.assign(used, { type: "checkbox", defaultChecked: isUsed, checked: isUsed });
   used.dataset.uses = id;
   used.setAttribute("aria-label", `Use ${name}`);
   const size = element("input");
@@ -37,13 +38,16 @@ function nodeRow({ id, name, memory_bytes: memory }) {
   return row(used, name, size);
 }
 
+// Null is what is in force.
 function terms() {
   const fields = (name) => [...at("plan-nodes").querySelectorAll(`[data-${name}]`)];
   const changed = fields("holds").filter((field) => field.value && field.value !== field.defaultValue);
+  const isChosen = fields("uses").some((field) => field.checked !== field.defaultChecked);
+  const unused = fields("uses").filter((field) => !field.checked);
   return {
     policy: at("policy").value,
-    members: Number(at("members").value) || 0,
-    exclude: fields("uses").filter((field) => !field.checked).map((field) => field.dataset.uses),
+    members: at("members").value === at("members").defaultValue ? null : Number(at("members").value) || 0,
+    exclude: isChosen ? unused.map((field) => field.dataset.uses) : null,
     memory_bytes: Object.fromEntries(changed.map((field) => [field.dataset.holds, Math.round(Number(field.value) * gibibyte)])),
   };
 }

@@ -494,6 +494,21 @@ def test_packets_of_the_old_path_give_no_samples() -> None:
     assert made.bytes_in_flight == 0
 
 
+def test_losses_of_the_old_path_are_no_congestion_of_the_new() -> None:
+    link = Windows(12 * MB, 0.04)
+    old = [packet(number, 0.0) for number in range(-400, 0)]
+    for each in old:
+        link.made.on_packet_sent(packet=each)
+    link.made.reset()
+
+    link.send(1)
+    link.made.on_packets_lost(now=link.now, packets=old)
+    link.send(2)
+
+    assert link.made._phase is Phase.STARTUP
+    assert link.made.bytes_in_flight == 0
+
+
 def test_persistent_congestion_restarts_with_the_minimum_window() -> None:
     made = Controller(max_datagram_size=SIZE)
     lost = packet(1, 0.0)

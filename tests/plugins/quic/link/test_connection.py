@@ -9,13 +9,13 @@ from aioquic.quic.events import StreamDataReceived
 
 from meshllm.errors import LinkLost, PeerFault, UserError
 from meshllm.testing.clock import VirtualLoop
-from meshllm.transport.contract import Channel, Link
+from meshllm.transport.contract import MAX_MESSAGE_BYTES, Channel, Guarded, Link
+from meshllm.transport.linger import MOST_S, STALL_S
 from meshllm_quic.base.identity import IDLE_S, UNAUTHENTICATED_WINDOW, Identity
+from meshllm_quic.link import dialer
 from meshllm_quic.link.connection import (
     BROKEN,
     GRACE_S,
-    LINGER_S,
-    MAX_LINGER_S,
     OPEN_S,
     REFUSED,
     REFUSED_ROUNDS,
@@ -25,9 +25,10 @@ from meshllm_quic.link.connection import (
 from meshllm_quic.link.link import QuicLink
 from meshllm_quic.link.listener import QuicListener
 from meshllm_quic.net.address import QuicAddress, show_key
+from meshllm_quic.net.network import Address
 from meshllm_quic.relay.relays import MAX_RELAYS
 from meshllm_quic.transport import QuicTransport
-from meshllm_quic.wire.lanes import HEAD, HELLO, MESSAGE, OFFER
+from meshllm_quic.wire.lanes import HEAD, HELLO, MESSAGE, OFFER, WINDOW_BYTES
 from meshllm_quic.wire.routes import Direct
 from tests.plugins.quic.stranger import Stranger, nobody, rsa_body, somebody
 from tests.plugins.quic.street import PORT, Street, street
@@ -45,11 +46,11 @@ async def nobody_came(listener: QuicListener) -> bool:
     return False
 
 
-async def greeted(here: Street) -> tuple[Stranger, Link]:
-    """Let a stranger greet on both streams; return it, and the link that is accepted."""
+async def greeted(here: Street, more: bytes = b"") -> tuple[Stranger, Link]:
+    """Let a stranger greet on both streams, and say more; return it, and the accepted link."""
     stranger = await here.knock(somebody())
     for stream in (0, 4):
-        stranger.quic.send_stream_data(stream, HEAD.pack(HELLO, 0))
+        stranger.quic.send_stream_data(stream, HEAD.pack(HELLO, 0) + more)
     await stranger.live(0.1)
     return stranger, await anext(aiter(here.listener.links()))
 
@@ -254,9 +255,9 @@ async def test_a_peer_that_reads_slowly_delays_the_end_only_for_a_while() -> Non
 
         await other.send([bytes(1_000_000)])
         await other.close()
-        await asyncio.sleep(MAX_LINGER_S - 2.0)
+        await asyncio.sleep(MOST_S - 2.0)
         assert len(endpoint.table) == 1
-        await asyncio.sleep(LINGER_S + 2.0)
+        await asyncio.sleep(STALL_S + 2.0)
 
         assert len(endpoint.table) == 0
         await one.close()
@@ -292,6 +293,30 @@ async def test_an_unauthenticated_peer_fills_at_most_its_window() -> None:
 
         sent = stranger.quic._streams[4].sender.highest_offset
         assert sent == UNAUTHENTICATED_WINDOW
+
+
+@pytest.mark.parametrize("announced", [0, MAX_MESSAGE_BYTES])
+@virtual
+async def test_an_accepted_peer_gets_no_credit_before_it_is_authenticated(announced: int) -> None:
+    async with street() as here:
+        stranger, link = await greeted(here, HEAD.pack(MESSAGE, announced))
+        assert isinstance(link, Guarded)
+        await asyncio.sleep(0)
+        link.limit_unread(UNAUTHENTICATED_WINDOW)
+        await stranger.live(1.0)
+
+        granted = stranger.quic._streams[4].max_stream_data_remote
+        assert granted <= UNAUTHENTICATED_WINDOW + 2 * HEAD.size
+        await link.close()
+
+
+@virtual
+async def test_a_peer_without_a_limit_soon_gets_the_whole_window() -> None:
+    async with street() as here:
+        stranger, _link = await greeted(here)
+        await stranger.live(1.0)
+
+        assert stranger.quic._streams[4].max_stream_data_remote >= WINDOW_BYTES
 
 
 @virtual
@@ -469,6 +494,32 @@ async def test_an_unregistered_node_is_reported() -> None:
 
         with pytest.raises(LinkLost, match="not registered at its relay"):
             await nodes.transports[0].dial(nobody_there)
+
+
+@virtual
+@pytest.mark.parametrize("is_known", [False, True])
+async def test_a_relay_with_an_address_that_is_silent_is_dialled_by_the_other(
+    monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
+    async with relayed("none", "none") as nodes:
+        host = nodes.internet.host("c")
+        here = nodes.relay.host.hosts()[0]
+
+        async def resolve(_: str, port: int) -> list[Address]:
+            return [("2600::99", port), (here, port)]
+
+        monkeypatch.setattr(host, "resolve", resolve)
+        monkeypatch.setattr(dialer, "RELAY_S", 4.0)  # before TCP is tried, which is real here
+        dialling = QuicTransport(host)
+        async with dialling.listen():
+            assert dialling._endpoint is not None
+            if is_known:
+                dialling._endpoint.proven(nodes.one.peer_key, ("21.0.0.98", 7700))
+            link = await dialling.dial(nodes.address)
+
+            assert isinstance(link, QuicLink)
+            assert link.peer_key == nodes.one.peer_key
+            await link.close()
 
 
 @virtual

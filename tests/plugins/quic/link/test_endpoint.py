@@ -296,6 +296,22 @@ async def test_a_node_relays_for_authenticated_peers() -> None:
 
 
 @virtual
+async def test_the_address_of_a_nat_is_no_relay() -> None:
+    async with relayed("full cone", "full cone") as nodes:
+        await nodes.until(Path.DIRECT)
+        dialling = nodes.transports[0]
+
+        again = await dialling.dial(nodes.address)
+        assert again.statistics.path is Path.DIRECT
+        await asyncio.sleep(2.0)
+
+        survey = dialling.survey()
+        assert survey is not None
+        assert [f"quic://{relay}" for relay, _ in survey.relays] == [nodes.relay.address]
+        await again.close()
+
+
+@virtual
 async def test_a_node_does_not_relay_for_unauthenticated_peers() -> None:
     internet = Internet()
     async with QuicTransport(internet.host("node")).listen() as listener:

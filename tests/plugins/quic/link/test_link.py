@@ -73,7 +73,7 @@ class Pipe:
 def linked() -> tuple[Pipe, QuicLink]:
     pipe = Pipe()
     link = QuicLink(pipe, "there")
-    link.take()
+    link.start_granting()
     return pipe, link
 
 
@@ -198,7 +198,7 @@ async def test_a_message_longer_than_the_window_is_granted_whole() -> None:
     assert pipe.granted[DATA] == size + HEAD.size
 
 
-async def test_no_credit_is_granted_before_a_link_is_accepted() -> None:
+async def test_no_credit_is_granted_before_the_application_sets_a_limit_or_none() -> None:
     pipe = Pipe()
     link = QuicLink(pipe, "there")
 

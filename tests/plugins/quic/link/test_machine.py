@@ -8,7 +8,13 @@ from aioquic.tls import Epoch
 
 from meshllm.transport.contract import Channel
 from meshllm_quic.base.identity import Identity
-from meshllm_quic.link.machine import MAX_PIECES, PEER, PIECE_BYTES, ConnectionMachine
+from meshllm_quic.link.machine import (
+    MAX_CRYPTO_BYTES,
+    MAX_PIECES,
+    PEER,
+    PIECE_BYTES,
+    ConnectionMachine,
+)
 
 CRYPTO = QuicFrameType.CRYPTO
 STREAM = QuicFrameType.STREAM_BASE | 6  # with offset and length
@@ -72,6 +78,17 @@ def test_a_handshake_in_single_bytes_is_refused() -> None:
         take(server, Epoch.INITIAL, piece(CRYPTO, b"", first + 2 * MAX_PIECES, b"x"))
 
 
+def test_a_handshake_far_ahead_is_refused_before_memory_is_allocated() -> None:
+    _, server = pair()
+    receiver = server._crypto_streams[Epoch.INITIAL].receiver
+    most = receiver.starting_offset() + MAX_CRYPTO_BYTES
+
+    with pytest.raises(QuicConnectionError, match="Too far ahead"):
+        take(server, Epoch.INITIAL, piece(CRYPTO, b"", most, b"x"))
+    assert not receiver._buffer
+    take(server, Epoch.INITIAL, piece(CRYPTO, b"", most - 1, b"x"))
+
+
 def test_a_stream_in_single_bytes_is_refused() -> None:
     _, server = connected()
 
@@ -79,6 +96,19 @@ def test_a_stream_in_single_bytes_is_refused() -> None:
         take(server, Epoch.ONE_RTT, piece(STREAM, b"\4", 1 + 2 * number, b"x"))
     with pytest.raises(QuicConnectionError, match="Too many pieces"):
         take(server, Epoch.ONE_RTT, piece(STREAM, b"\4", 1 + 2 * MAX_PIECES, b"x"))
+
+
+def test_a_hole_in_a_stream_permits_no_more_single_bytes() -> None:
+    _, server = connected()
+    far = (MAX_PIECES + 2) * PIECE_BYTES
+    take(server, Epoch.ONE_RTT, piece(STREAM, b"\4", 1, b"x"))
+    server.grant(Channel.DATA, far + 1)
+
+    take(server, Epoch.ONE_RTT, piece(STREAM, b"\4", far, b"x"))
+    for number in range(1, MAX_PIECES - 1):
+        take(server, Epoch.ONE_RTT, piece(STREAM, b"\4", 1 + 2 * number, b"x"))
+    with pytest.raises(QuicConnectionError, match="Too many pieces"):
+        take(server, Epoch.ONE_RTT, piece(STREAM, b"\4", 2 * MAX_PIECES, b"x"))
 
 
 def test_a_stream_that_lost_every_second_datagram_goes_on() -> None:

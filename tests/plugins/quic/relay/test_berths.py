@@ -9,11 +9,15 @@ import pytest
 from meshllm_quic.net.network import DatagramNetwork
 from meshllm_quic.relay import berths
 from meshllm_quic.relay.berths import READY_S, SEEK_S
+from meshllm_quic.relay.registration import REFRESH_S
+from meshllm_quic.relay.relays import RelayUsage
 from meshllm_quic.transport import QuicTransport
 from tests.plugins.quic.world import PORT, PublicRelay
 from tests.simulation.ears import virtual
 from tests.simulation.hosts import Host
 from tests.simulation.internet import Internet
+
+SILENT_V6 = "2600::99"
 
 
 class Names:
@@ -21,6 +25,7 @@ class Names:
 
     def __init__(self, host: Host) -> None:
         self.known: dict[str, str] = {}
+        """The addresses of a name, separated by spaces."""
         self.slow: dict[str, float] = {}
         """How many seconds the lookup of a name takes."""
         self.open = host.open
@@ -29,7 +34,7 @@ class Names:
         await asyncio.sleep(self.slow.get(host, 0.0))
         if host not in self.known:
             raise OSError(-2, "Name or service not known")
-        return [(self.known[host], port)]
+        return [(each, port) for each in self.known[host].split()]
 
 
 @asynccontextmanager
@@ -98,6 +103,52 @@ async def test_a_relay_with_a_new_address_is_followed(monkeypatch: pytest.Monkey
 
 
 @virtual
+async def test_a_relay_with_an_address_that_is_silent_is_reached_by_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("meshllm_quic.relay.relays.RelayStream", Silent)
+    internet = Internet(seed=1)
+    relay = PublicRelay(internet.host("relay"))
+    await relay.open()
+    here = relay.host.hosts()[0]
+    names = Names(internet.behind("full cone").host("a"))
+    names.known["relay.example"] = f"21.0.0.98 {here} {SILENT_V6}"
+
+    async with node(names) as (transport, _):
+        await asyncio.sleep(SEEK_S + 1)
+        assert states(transport) == [(f"{here}:{PORT}", "registered over UDP")]
+        assert transport._endpoint is not None
+        assert transport._endpoint.listener is not None
+        relayed = [each for each in transport._endpoint.listener.addresses if "@" in each]
+        assert [each.partition("@")[2] for each in relayed] == [
+            f"{here}:{PORT}",
+            f"[{SILENT_V6}]:{PORT}",
+        ]
+
+
+@virtual
+async def test_a_silent_relay_that_carries_a_link_is_not_left_for_its_next_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("meshllm_quic.relay.relays.RelayStream", Silent)
+    internet = Internet(seed=1)
+    relay = PublicRelay(internet.host("relay"))
+    await relay.open()
+    here = relay.host.hosts()[0]
+    names = Names(internet.behind("full cone").host("a"))
+    names.known["relay.example"] = f"{here} {SILENT_V6}"
+
+    async with node(names) as (transport, _):
+        endpoint = transport._endpoint
+        assert endpoint is not None
+        monkeypatch.setattr(endpoint, "usage", lambda _: RelayUsage.ROUTE)
+        relay.host.stop()
+        await asyncio.sleep(REFRESH_S + 2 * SEEK_S)
+
+        assert [place for place, _ in states(transport)] == [f"{here}:{PORT}"]
+
+
+@virtual
 async def test_a_silent_relay_delays_a_listener_only_briefly(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -153,7 +204,7 @@ class Silent:
     """A stream to a relay that is never open."""
 
     is_open = False
-    trouble = ""
+    last_error = ""
 
     def __init__(self, *_: object) -> None:
         pass

@@ -14,6 +14,7 @@ from meshllm_quic.relay.relay import (
     BURST_S,
     HOST_VERIFICATIONS,
     LASTS_S,
+    MAX_ADDRESSES,
     SHARE,
     Refusal,
     Relay,
@@ -209,7 +210,48 @@ def test_a_registration_moves_with_its_key() -> None:
     assert relay.statistics.registered == 2
     assert send(relay, B.to(A), OFFICE, 5.0) == [CAFE]
     assert send(relay, A.to(B), CAFE, 5.0) == [OFFICE]
-    assert send(relay, A.to(B), HOME, 5.0) == []
+
+
+def test_a_node_that_registers_by_two_addresses_of_the_relay_sends_from_both() -> None:
+    relay = make()
+    settle(relay, B, OFFICE)
+
+    for now in (0.0, 20.0, 40.0):
+        settle(relay, A, HOME, now)
+        settle(relay, A, CAFE, now)
+
+        assert send(relay, A.to(B), HOME, now) == [OFFICE]
+        assert send(relay, A.to(B), CAFE, now) == [OFFICE]
+        assert send(relay, B.to(A), OFFICE, now) == [CAFE]
+
+    assert relay.statistics.registered == 2
+    assert relay.is_registered(HOME, 40.0)
+
+
+def test_an_address_that_is_no_longer_refreshed_may_not_send() -> None:
+    relay = make()
+    settle(relay, A, HOME)
+    settle(relay, A, CAFE, 30.0)
+    settle(relay, B, OFFICE, 30.0)
+
+    assert send(relay, A.to(B), HOME, LASTS_S - 0.1) == [OFFICE]
+    assert give(relay, A.to(B), HOME, LASTS_S) == [UnknownTag(A.tag)]
+    assert send(relay, A.to(B), CAFE, LASTS_S) == [OFFICE]
+    settle(relay, A, CAFE, LASTS_S)
+    assert not relay.is_registered(HOME, LASTS_S)
+
+
+def test_only_the_latest_addresses_of_a_node_are_kept() -> None:
+    relay = make()
+    settle(relay, B, OFFICE)
+    homes = [(HOME[0], 4000 + number) for number in range(MAX_ADDRESSES + 1)]
+    for home in homes:
+        settle(relay, A, home)
+
+    assert [bool(send(relay, A.to(B), home)) for home in homes] == [False] + [True] * MAX_ADDRESSES
+
+    relay.expire(LASTS_S)
+    assert not relay._sources
 
 
 def test_a_replayed_register_is_useless_elsewhere() -> None:

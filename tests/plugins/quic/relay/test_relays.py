@@ -9,8 +9,8 @@ import pytest
 from meshllm_quic.base.identity import Identity
 from meshllm_quic.net.network import Address
 from meshllm_quic.relay import relays as relays_module
-from meshllm_quic.relay.registration import MAX_RETRY_S, SILENT_S
-from meshllm_quic.relay.relay import Relay
+from meshllm_quic.relay.registration import MAX_RETRY_S, REFRESH_S, SILENT_S
+from meshllm_quic.relay.relay import LASTS_S, Relay
 from meshllm_quic.relay.relay_limiter import stream_source
 from meshllm_quic.relay.relays import MAX_RELAYS, MAX_TRIED, Relays, RelayUsage
 from meshllm_quic.wire.packets import decode
@@ -163,6 +163,25 @@ async def test_a_needed_relay_evicts_an_unused_one() -> None:
     here.relays.add(FIFTH, is_wanted=False, is_needed=True)
 
     assert here.relay_addresses == [FIRST, FOURTH, THIRD]
+    here.relays.stop()
+
+
+@virtual
+async def test_a_relay_that_has_forgotten_this_node_is_dropped_unless_a_link_uses_it() -> None:
+    here = shore()
+    here.tcp.clear()
+    here.relays.add(FIRST, is_wanted=True)
+    for relay in (SECOND, THIRD):
+        here.relays.add(relay, is_wanted=False)
+    here.usages = {SECOND: RelayUsage.RESERVE}
+    await asyncio.sleep(0.1)
+
+    here.is_blocked = True
+    await asyncio.sleep(REFRESH_S + SILENT_S + 1.0)
+    assert here.relay_addresses == [FIRST, SECOND, THIRD]
+    await asyncio.sleep(LASTS_S)
+
+    assert here.relay_addresses == [FIRST, SECOND]
     here.relays.stop()
 
 
