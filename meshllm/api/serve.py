@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from socket import socket
 from typing import Any
@@ -12,6 +13,7 @@ from urllib.parse import unquote
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn import Config, Server
 
+from meshllm.api import connection
 from meshllm.api.app import owner_application
 from meshllm.api.connection import ApiProtocol, SocketProtocol
 from meshllm.api.port import NodePort
@@ -106,6 +108,29 @@ class _InPieces:
 class _Server(Server):
     """A server without signal handlers: the node has its own."""
 
+    async def startup(self, sockets: list[socket] | None = None) -> None:
+        """Begin to accept as uvicorn does, whose TLS handshakes could take a minute each."""
+        handshake_s = None if self.config.ssl is None else connection.HEADERS_S
+        kind: Callable[..., asyncio.Protocol] = self.config.http_protocol_class
+        protocol = partial(
+            kind,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        loop = asyncio.get_running_loop()
+        self.servers = [
+            await loop.create_server(
+                protocol,
+                sock=each,
+                ssl=self.config.ssl,
+                backlog=self.config.backlog,
+                ssl_handshake_timeout=handshake_s,
+            )
+            for each in sockets or ()
+        ]
+        self.started = True
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
@@ -120,7 +145,7 @@ class _Server(Server):
         asyncio.get_running_loop().remove_reader(bound)
         for _ in range(ACCEPT_TURNS):
             await asyncio.sleep(0)
-        for connection in list(self.server_state.connections):
-            connection.transport.close()
+        for each in list(self.server_state.connections):
+            each.transport.close()
         if self.started:
             await self.shutdown()

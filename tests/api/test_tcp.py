@@ -156,6 +156,18 @@ async def test_tls_is_served(door: FakeNode, accounts: Accounts, tmp_path: Path)
     assert said.status_code == 200
 
 
+async def test_a_connection_without_a_handshake_is_closed(
+    door: FakeNode, accounts: Accounts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "HEADERS_S", 0.05)
+    cert = certificate(tmp_path)
+    async with serving(accounts, door, replace(LOCAL, tls_cert=cert, tls_key=cert)) as open_one:
+        reader, writer = await connect(open_one)
+
+        assert await closed(reader)
+        writer.close()
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_other_addresses_need_a_key(accounts: Accounts, host: str) -> None:
     with (

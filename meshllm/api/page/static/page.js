@@ -41,8 +41,8 @@ function draw(mesh) {
 
 async function watch() {
   for (let wait = 500, why; ; wait = Math.min(2 * wait, 8000)) {
-    while (document.hidden) await turned();
     why = "disconnected";
+    while (document.hidden) await turned();
     connection = new AbortController();
     expectMore();
     try {
