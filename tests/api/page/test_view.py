@@ -1,6 +1,11 @@
+import re
 from dataclasses import replace
+from pathlib import Path
+from typing import get_args
 
+from meshllm.api.page import view
 from meshllm.api.page.view import PageModel, PageSpeed, PageStatus, PageTimes, view_of
+from meshllm.config import PolicyName
 from meshllm.names import LossCause, Span
 from meshllm.status import LossCounts, Measured, MemoryStatus, NodeState, SessionCounts
 from tests.builders.fake_node import FOX
@@ -13,6 +18,13 @@ from tests.builders.status import (
     with_node,
     with_ring,
 )
+
+
+def test_the_page_offers_every_policy() -> None:
+    page = (Path(view.__file__).parent / "static" / "index.html").read_text("utf-8")
+    offered = page.partition('<select id="policy">')[2].partition("</select>")[0]
+
+    assert re.findall(r"<option>(\w+)", offered) == [*get_args(PolicyName)]
 
 
 def test_the_owner_sees_names_and_times() -> None:
