@@ -34,7 +34,11 @@ def check_free_port(listen: str | None, *, is_udp: bool = False) -> Finding:
     try:
         _bind(host if port else "", port, is_udp=is_udp)
     except (OSError, UnicodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else f"`{host}` is no name of a host"
+        why = (
+            error.strerror
+            if isinstance(error, OSError)
+            else f"`{host}` cannot be the name of a host"
+        )
         found = f"{what} is not available: {why}"
         if listen is None:
             return Finding("warn", "port", found, "nothing to do: the node picks another port")
