@@ -11,7 +11,7 @@ from meshllm.transport.contract import (
     LinkStatistics,
     Listener,
     Transport,
-    measure,
+    checked_size,
 )
 
 
@@ -61,7 +61,7 @@ class _CountedLink:
         self._sent = sent
 
     async def send(self, message: Sequence[Buffer], channel: Channel = Channel.DATA) -> None:
-        self._sent.append((channel, measure(message)))
+        self._sent.append((channel, checked_size(message)))
         await self._inner.send(message, channel)
 
     async def receive(self) -> tuple[Channel, Buffer]:

@@ -261,7 +261,7 @@ class Surveying(Protocol):
         ...
 
 
-def measure(message: Sequence[Buffer]) -> int:
+def checked_size(message: Sequence[Buffer]) -> int:
     """Return the size of a message in bytes; raise `ValueError` if it is too long."""
     size = sum(part.nbytes if isinstance(part, memoryview) else len(part) for part in message)
     if size > MAX_MESSAGE_BYTES:

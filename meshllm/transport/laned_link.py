@@ -5,7 +5,7 @@ from functools import partial
 from typing import Protocol
 
 from meshllm.errors import LinkLost, MeshError, PeerFault
-from meshllm.transport.contract import Buffer, Channel, LinkStatistics, measure
+from meshllm.transport.contract import Buffer, Channel, LinkStatistics, checked_size
 from meshllm.transport.lanes import BACK, Incoming, Outgoing
 from meshllm.transport.waiting import ReadTurn, SendTurns
 
@@ -61,13 +61,13 @@ class LanedLink:
 
     async def send(self, message: Sequence[Buffer], channel: Channel = Channel.DATA) -> None:
         """Send a message; wait for credit, behind all senders that already wait."""
-        size = measure(message)
+        size = checked_size(message)
         if self._end is not None or not await self._senders[channel].send(message, size):
             raise self._lost()
 
     def offer(self, message: Sequence[Buffer], channel: Channel = Channel.DATA) -> bool:
         """Send a message if there is credit and no sender waits."""
-        size = measure(message)
+        size = checked_size(message)
         return self._end is None and self._senders[channel].offer(message, size)
 
     async def receive(self) -> tuple[Channel, Buffer]:

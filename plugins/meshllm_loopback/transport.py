@@ -13,7 +13,7 @@ from itertools import count
 from typing import ClassVar, Self
 
 from meshllm.errors import LinkLost, UserError
-from meshllm.transport.contract import Buffer, Channel, Link, LinkStatistics, Listener, measure
+from meshllm.transport.contract import Buffer, Channel, Link, LinkStatistics, Listener, checked_size
 from meshllm_loopback.pipe import Pipe
 from meshllm_loopback.shaper import Shape, Shaper
 
@@ -114,11 +114,11 @@ class _LoopbackLink:
         self._closed = False
 
     async def send(self, message: Sequence[Buffer], channel: Channel = Channel.DATA) -> None:
-        measure(message)
+        checked_size(message)
         await self._outgoing.put(channel, b"".join(message))
 
     def offer(self, message: Sequence[Buffer], channel: Channel = Channel.DATA) -> bool:
-        measure(message)
+        checked_size(message)
         return self._outgoing.offer(channel, b"".join(message))
 
     async def receive(self) -> tuple[Channel, Buffer]:

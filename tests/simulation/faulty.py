@@ -20,7 +20,7 @@ from random import Random
 from typing import ClassVar, Self
 
 from meshllm.errors import LinkLost, UserError
-from meshllm.transport.contract import Buffer, Channel, LinkStatistics, Listener, measure
+from meshllm.transport.contract import Buffer, Channel, LinkStatistics, Listener, checked_size
 from tests.simulation.machines import Process
 
 QUEUE_MESSAGES = 256  # of one channel and direction: what sockets and transports hold
@@ -230,7 +230,7 @@ class End:
         process.ends.add(self)
 
     async def send(self, message: Sequence[Buffer], channel: Channel = Channel.DATA) -> None:
-        measure(message)
+        checked_size(message)
         await self.outgoing.put(channel, b"".join(message))
 
     async def receive(self) -> tuple[Channel, Buffer]:

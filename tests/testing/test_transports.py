@@ -18,7 +18,7 @@ from meshllm.transport.contract import (
     LinkStatistics,
     Listener,
     Prompt,
-    measure,
+    checked_size,
 )
 from meshllm_loopback import LoopbackTransport
 from meshllm_loopback.pipe import Pipe
@@ -93,7 +93,7 @@ class ReusesItsBuffer(Sound):
 
 class NeverBlocks(Sound):
     async def send(self, message: Sequence[Buffer], channel: Channel = Channel.DATA) -> None:
-        measure(message)
+        checked_size(message)
         copy = b"".join(message)
         self.tasks.append(asyncio.create_task(self.inner.send([copy], channel)))
 
@@ -103,7 +103,7 @@ class MixesSenders(Sound):
         for part in message:
             self.held = self.held[0] + bytes(part), channel
             await asyncio.sleep(0)
-        size = measure(message)
+        size = checked_size(message)
         whole, rest = self.held[0][:size], self.held[0][size:]
         self.held = rest, channel
         await self.inner.send([whole], channel)

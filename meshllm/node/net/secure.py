@@ -42,7 +42,7 @@ from meshllm.transport.contract import (
     LinkStatistics,
     Located,
     Prompt,
-    measure,
+    checked_size,
 )
 
 MAX_SECURE_BYTES = MAX_MESSAGE_BYTES - OVERHEAD_BYTES
@@ -114,7 +114,7 @@ class SecureLink:
 
     async def send(self, message: Sequence[Buffer], channel: Channel = Channel.DATA) -> None:
         """Seal the parts as one message and send it; see `contract.Link.send`."""
-        _measure(message)
+        _check_size(message)
         self._senders[channel] += 1
         try:
             async with self._send_locks[channel]:
@@ -129,7 +129,7 @@ class SecureLink:
 
         A sealed message that was not sent is skipped, as after a cancelled send.
         """
-        _measure(message)
+        _check_size(message)
         if self._prompt is None or self._senders[channel]:
             return False
         seal = self._seals[channel]
@@ -310,8 +310,8 @@ async def _handshake(link: Link) -> AsyncIterator[None]:
         failed.pop_all()
 
 
-def _measure(message: Sequence[Buffer]) -> None:
-    if (size := measure(message)) > MAX_SECURE_BYTES:
+def _check_size(message: Sequence[Buffer]) -> None:
+    if (size := checked_size(message)) > MAX_SECURE_BYTES:
         raise ValueError(f"a message of {size} B is longer than {MAX_SECURE_BYTES} B")
 
 

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Protocol
 
 from meshllm.errors import LinkLost, MeshError, PeerFault
-from meshllm.transport.contract import Buffer, Channel, LinkStatistics, measure
+from meshllm.transport.contract import Buffer, Channel, LinkStatistics, checked_size
 from meshllm.transport.waiting import ReadTurn, SendTurns
 from meshllm_quic.wire.lanes import MESSAGE, WINDOW_BYTES, IncomingRecords, OutgoingRecords
 
@@ -89,13 +89,13 @@ class QuicLink:
 
     async def send(self, message: Sequence[Buffer], channel: Channel = Channel.DATA) -> None:
         """Send a message; wait for room, behind all senders that already wait."""
-        size = measure(message)
+        size = checked_size(message)
         if self._sending_end is not None or not await self._senders[channel].send(message, size):
             raise self._lost()
 
     def offer(self, message: Sequence[Buffer], channel: Channel = Channel.DATA) -> bool:
         """Send a message if there is room and no sender waits."""
-        size = measure(message)
+        size = checked_size(message)
         return self._sending_end is None and self._senders[channel].offer(message, size)
 
     async def receive(self) -> tuple[Channel, Buffer]:
