@@ -79,9 +79,9 @@ class Conversation:
     def execute(self, line: str) -> "str | Question":
         """Run a line ``/name argument``; return its output, or what to ask."""
         name, _, argument = line.partition(" ")
-        command = COMMANDS.get(name)
+        command = REPL_COMMANDS.get(name)
         if command is None:
-            close = get_close_matches(name, COMMANDS, n=1)
+            close = get_close_matches(name, REPL_COMMANDS, n=1)
             meant = f"did you mean `{close[0]}`? " if close else ""
             hint = f"{meant}see `/help`; start with a space to send the line as a message"
             raise UserError(f"Unknown command `{name}`", hint=hint)
@@ -140,7 +140,7 @@ def with_system(settings: Settings, *turns: Turn) -> tuple[Turn, ...]:
 def _help(_: Conversation, __: str) -> str:
     rows = [
         (f"{name} {command.usage}", command.meaning)
-        for name, command in COMMANDS.items()
+        for name, command in REPL_COMMANDS.items()
         if command.meaning
     ]
     keys = [
@@ -288,7 +288,7 @@ def _bye(_: Conversation, __: str) -> str:
     raise EOFError
 
 
-COMMANDS = {
+REPL_COMMANDS = {
     "/help": Command("", "list the commands", _help),
     "/set": Command(
         "NAME VALUE", "change a generation setting; the value `default` resets it", _set

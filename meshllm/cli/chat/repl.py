@@ -19,7 +19,7 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import create_output
 from prompt_toolkit.shortcuts import CompleteStyle
 
-from meshllm.cli.chat.conversation import COMMANDS, SETTABLE, Conversation, Question
+from meshllm.cli.chat.conversation import REPL_COMMANDS, SETTABLE, Conversation, Question
 from meshllm.cli.chat.outlined import outlined
 from meshllm.cli.chat.prompt import check_utf8
 from meshllm.cli.shared.answer import stream
@@ -229,7 +229,7 @@ class _Commands(Completer):
     def get_completions(self, document: Document, _: CompleteEvent) -> Iterable[Completion]:
         """Yield completions of the text before the cursor."""
         text = document.text_before_cursor
-        words, typed = (SETTABLE, text[5:]) if text.startswith("/set ") else (COMMANDS, text)
+        words, typed = (SETTABLE, text[5:]) if text.startswith("/set ") else (REPL_COMMANDS, text)
         for word in words:
             if (typed and word.startswith(typed)) or (words is SETTABLE and not typed):
                 yield Completion(word, start_position=-len(typed))

@@ -35,7 +35,7 @@ class MemberAdmission:
         """Yield the pre-shared keys of the tickets that are valid, the newest first."""
         now = time.time()
         for invitation in reversed(self._store.invitations()):
-            if not (invitation.is_late(now) or self._is_closed(invitation)):
+            if not (invitation.is_expired(now) or self._is_closed(invitation)):
                 yield guest_psk(invitation.secret)
 
     async def judge(
@@ -56,9 +56,9 @@ class MemberAdmission:
                     raise NotAuthorised(REMOVED)
                 own, role = self._credential, invitation.role
                 granted = issue(self._store.key, own, peer, role, limits=invitation.limits)
-                is_late = not invitation.is_open(time.time(), peer)
-                is_late = is_late or self._is_closed(invitation)
-                if is_late or not await self._run(self._store.use, invitation, peer):
+                is_refused = not invitation.is_open(time.time(), peer)
+                is_refused = is_refused or self._is_closed(invitation)
+                if is_refused or not await self._run(self._store.use, invitation, peer):
                     raise NotAuthorised(
                         "The ticket has expired or is used up",
                         hint="make another one with `meshllm ring ticket`",

@@ -85,7 +85,7 @@ def check_ticket(store: StateStore, text: str) -> Ticket:
             "The ticket is for a client",
             hint="use it with `meshllm chat --join`, or `meshllm serve --join`",
         )
-    _refuse_late(ticket)
+    _refuse_expired(ticket)
     return ticket
 
 
@@ -103,7 +103,7 @@ def check_client_ticket(text: str, state: Path) -> Ticket:
             hint="make one with `meshllm ring ticket --role client`",
         )
     if not client_folder(ticket, state).exists():
-        _refuse_late(ticket)
+        _refuse_expired(ticket)
     return ticket
 
 
@@ -146,7 +146,7 @@ async def dial_inviter(
             asking = asyncio.ensure_future((await stack.enter_async_context(beacon)).run(ASK_S))
             stack.callback(asking.cancel)
         while True:
-            _refuse_late(ticket)
+            _refuse_expired(ticket)
             addresses = (*ticket.addresses, *heard.get(ticket.inviter, ()))
             try:
                 with _advised(ticket):
@@ -191,7 +191,7 @@ def _refuse_unreachable(
     )
 
 
-def _refuse_late(ticket: Ticket) -> None:
+def _refuse_expired(ticket: Ticket) -> None:
     now_s = time.time()
     if 0 < ticket.expires_s <= now_s:
         late, now = (time.strftime(_SECOND, time.gmtime(at)) for at in (ticket.expires_s, now_s))

@@ -63,7 +63,7 @@ class Invitation:
     limits: ClientLimits = NO_LIMITS
     """Of each client that it admits."""
 
-    def is_late(self, now_s: float) -> bool:
+    def is_expired(self, now_s: float) -> bool:
         """Return whether the ticket has expired."""
         return 0 < self.expires_s <= now_s
 
@@ -74,7 +74,7 @@ class Invitation:
 
     def is_open(self, now_s: float, guest: NodeId | None = None) -> bool:
         """Return whether the ticket still admits this key; None is any new key."""
-        return (not self.is_full or guest in self.guests) and not self.is_late(now_s)
+        return (not self.is_full or guest in self.guests) and not self.is_expired(now_s)
 
 
 class StateStore:
@@ -205,7 +205,9 @@ class StateStore:
             known = [_invitation(each) for each in content.get("invitations", [])]
             # Dropped only for want of space: the clock may be wrong now, so that none has expired,
             # and the guests of one that is full may retry.
-            closed_first = sorted(known, key=lambda each: (not each.is_late(now), not each.is_full))
+            closed_first = sorted(
+                known, key=lambda each: (not each.is_expired(now), not each.is_full)
+            )
             dropped = closed_first[: max(0, len(known) + 1 - MAX_INVITATIONS)]
             left = [each for each in known if each not in dropped]
             return {**content, "invitations": _lines([*left, invitation])}

@@ -120,7 +120,7 @@ class EntryNode:
         if runners.head and runners.helped:
             self._head = HeadParts(runners.helped, runners.head, SystemRandom().random)
         self._worker = worker
-        self._samples = Batcher(worker, self._sample, self._jobs)
+        self._samples = Batcher(worker, self._sample_batch, self._jobs)
         self._encoder = ActivationEncoder(config.wire, neighbours)
         self._prefixes = config.prefixes
         self._queue = AdmissionQueue(Admission(self.budget, config.max_sessions))
@@ -436,7 +436,7 @@ class EntryNode:
                 lambda error: picked(error) if error else head.wait(split, submit),
             )
 
-    def _sample(self, samples: Sequence[SampleJob]) -> Iterator[Sequence[Any]]:
+    def _sample_batch(self, samples: Sequence[SampleJob]) -> Iterator[Sequence[Any]]:
         """Sample, and run the steps that follow; runs on the compute thread."""
         rows = sum(1 + len(sample.job.guesses) for sample in samples)
         before = max(sample.job.pos for sample in samples)

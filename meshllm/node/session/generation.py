@@ -344,7 +344,7 @@ class Generation:
 
     def pick(self, job: Pick, logits: Tensor, watch: Stopwatch) -> Picked:
         """Sample from ``logits`` [1, 1 + G, V] up to the first rejected draft token."""
-        tokens, is_last = self._sample(logits[0], job)
+        tokens, is_last = self._sample_and_verify(logits[0], job)
         steps = self._look_ahead(tokens, job, is_last=is_last)
         watch.computed()
         return Picked(tokens, is_last, steps)
@@ -387,7 +387,7 @@ class Generation:
                 raise CacheMiss(str(error)) from None
         return self.cache
 
-    def _sample(self, logits: Tensor, job: Pick) -> tuple[tuple[int, ...], bool]:
+    def _sample_and_verify(self, logits: Tensor, job: Pick) -> tuple[tuple[int, ...], bool]:
         """Sample from ``logits`` [1 + G, V], and accept the draft tokens that equal the samples.
 
         The first other one is rejected, with all behind it; so is what follows the answer.

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from meshllm.cli.chat.conversation import COMMANDS, SETTABLE, Conversation
+from meshllm.cli.chat.conversation import REPL_COMMANDS, SETTABLE, Conversation
 from meshllm.config import Settings
 from meshllm.errors import UserError
 from meshllm.request import MODEL_SAMPLING
@@ -40,7 +40,7 @@ def test_a_question_without_a_reply_is_dropped(conversation: Conversation) -> No
 def test_help_lists_every_command(conversation: Conversation) -> None:
     text = _told(conversation, "/help")
 
-    assert all(name in text for name in COMMANDS)
+    assert all(name in text for name in REPL_COMMANDS)
     assert "Ctrl-C" in text
 
 
