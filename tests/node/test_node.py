@@ -678,7 +678,7 @@ async def test_a_prompt_with_a_key_reaches_only_the_nodes_that_the_key_trusts(
                 events = service.answer(key, await service.model(key, "fox"), [QUESTION])
                 return "".join([each.text async for _, each in events if isinstance(each, Piece)])
 
-            with pytest.raises(ModelError, match="No trusted node provides `fox`"):
+            with pytest.raises(WrongField, match="No trusted node provides `fox`"):
                 await answer("home", "a")
             assert engine.asked == []
             assert await answer("away", "b") == "What is a ring? "
