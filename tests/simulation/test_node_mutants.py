@@ -110,9 +110,9 @@ UNSEEN = {
     "tests.simulation.checks.Checks.look": nod,
     "tests.simulation.checks.Checks.unsettled": nod,
 }
-LATE = (
-    "meshllm.node.membership.state_store.Invitation.is_late",
-    "meshllm.node.membership.bootstrap._refuse_late",
+EXPIRED = (
+    "meshllm.node.membership.state_store.Invitation.is_expired",
+    "meshllm.node.membership.bootstrap._refuse_expired",
 )
 MUTANTS = {
     "a plan of its own": Mutant({AGREE: agree_on_machine_0}, "nodes that know the same agree on"),
@@ -132,8 +132,8 @@ MUTANTS = {
         "a ticket for 1 lets in 2",
         35,
     ),
-    "late tickets are good": Mutant(
-        dict.fromkeys(LATE, nod), "a ticket that has expired lets somebody in", 11
+    "expired tickets are good": Mutant(
+        dict.fromkeys(EXPIRED, nod), "a ticket that has expired lets somebody in", 11
     ),
     "a layer runs twice": Mutant(
         {"meshllm.node.ring.span_loader.SpanLoader._load": load_one_more}, "a row behind"
