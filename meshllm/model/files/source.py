@@ -48,6 +48,8 @@ LAYER_COUNTS = frozenset(
 )
 SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 """Config, index, tokenizer and chat template, as `fnmatch` patterns."""
+MORE_TEMPLATES = "additional_chat_templates/*.jinja"
+"""Chat templates of other names that transformers reads, as a `glob` pattern."""
 MAX_SMALL_BYTES = 256 << 20  # of each; the largest tokenizers have 30 MiB
 MAX_CONFIG_VALUES = 1 << 20
 _INVALID = (
@@ -189,7 +191,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
         check_shape(data, values=MAX_CONFIG_VALUES)
         raw = json.loads(data.decode())  # transformers reads no other encoding
         # Other libraries read some of them, without limits.
-        for each in (*folder.iterdir(), *folder.glob(POOLING_CONFIGS)):
+        nested = *folder.glob(POOLING_CONFIGS), *folder.glob(MORE_TEMPLATES)
+        for each in (*folder.iterdir(), *nested):
             if each.exists() and not each.is_dir():
                 is_small = _is_small(each.name)
                 check_regular(each, MAX_SMALL_BYTES if is_small else sys.maxsize)

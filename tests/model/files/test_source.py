@@ -302,6 +302,18 @@ def test_a_link_out_of_a_folder_is_refused(tmp_path: Path, name: str) -> None:
         resolve(str(folder))
 
 
+def test_a_further_template_that_is_linked_from_elsewhere_is_refused(tmp_path: Path) -> None:
+    folder, secret = tmp_path / "model", tmp_path / "secret"
+    templates = folder / "additional_chat_templates"
+    templates.mkdir(parents=True)
+    write_config(folder)
+    secret.write_text("key")
+    (templates / "default.jinja").symlink_to(secret)
+
+    with pytest.raises(ModelError, match=r"default.jinja` cannot be read: it is a link to a file"):
+        resolve(str(folder))
+
+
 @pytest.mark.parametrize("number", [1, 12])
 def test_a_pooling_that_is_linked_from_elsewhere_is_refused(tmp_path: Path, number: int) -> None:
     folder, elsewhere = tmp_path / "model", tmp_path / "secrets"
