@@ -28,6 +28,12 @@ _NAME_END = re.compile(r"[^\w-]", re.ASCII)
 _FUNCTION, _END_FUNCTION = "<function=", "</function>"
 _PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?")
 _END_PARAMETER = "</parameter>"
+_PYTHON: dict[str, tuple[str, object]] = {
+    "True": ("boolean", True),
+    "False": ("boolean", False),
+    "None": ("null", None),
+}
+"""Values that templates write as Python does, thus models too, each with its type in a schema."""
 _BETWEEN = _SPACE + ",;"
 _MARKERS = (CLOSE, OPEN, CALLS, PYTHON_TAG)
 _MAX_SKIPPED = 256  # characters of white space and punctuation between calls
@@ -169,7 +175,7 @@ class ToolParser:
         kinds = fields if isinstance(fields, dict) else {}
         given = {key: _value(value, kinds.get(key)) for key, value in _parameters(inner)}
         self._call = _JsonCall(self._calls, self._names, name)
-        self._held = json.dumps(given, ensure_ascii=False) + after
+        self._held = _dumped(given) + after
         return True
 
     def _continue(self, call: "_JsonCall", content: list[str], deltas: list[ToolCallDelta]) -> bool:
@@ -296,7 +302,21 @@ def _parsed(raw: str) -> tuple[str, str]:
         return name, arguments
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise _NoCallError
-    return name, json.dumps(arguments, ensure_ascii=False)
+    return name, _dumped(arguments)
+
+
+def _dumped(arguments: Mapping[str, object]) -> str:
+    """Return arguments as JSON, with escapes only for what UTF-8 cannot encode.
+
+    Raises:
+        _NoCallError: a number in them is not finite.
+    """
+    try:
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        raise _NoCallError from None
+    is_sendable = not any("\ud800" <= letter <= "\udfff" for letter in text)
+    return text if is_sendable else json.dumps(arguments)
 
 
 def _word(text: str) -> int:
@@ -317,10 +337,14 @@ def _value(text: str, schema: object) -> object:
     """Return the value of an XML parameter: a text, unless its schema has only other types."""
     if not (kinds := _kinds(schema)) or "string" in kinds:
         return text
+    if (found := _PYTHON.get(text.strip())) and found[0] in kinds:
+        return found[1]
     try:
-        return json.loads(text)
+        value = json.loads(text)
+        json.dumps(value, allow_nan=False)
     except (ValueError, RecursionError):
         return text
+    return value
 
 
 def _kinds(schema: object) -> set[str]:

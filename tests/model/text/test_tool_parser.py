@@ -18,6 +18,8 @@ NAMES: dict[str, dict[str, Any]] = {
             "text": {"type": ["string", "null"]},
             "count": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
             "either": {"oneOf": [{"type": "string"}, {"type": ["number", "array"]}]},
+            "flag": {"type": "boolean"},
+            "gone": {"type": ["number", "null"]},
             "strange": {"type": [{}, 3], "anyOf": 4},
         }
     },
@@ -71,6 +73,20 @@ def parsed(form: ToolFormat, parts: Sequence[str]) -> tuple[str, list[tuple[str,
             "</tool_call>",
             "",
             [("g_2", '{"text": "5", "count": 5, "either": "[5]", "strange": "5"}')],
+        ),
+        (
+            XML,
+            "<tool_call><function=g_2><parameter=flag>\nTrue\n</parameter><parameter=gone>None"
+            "</parameter><parameter=count>1e999</parameter><parameter=text>False</parameter>"
+            "</function></tool_call>",
+            "",
+            [("g_2", '{"flag": true, "gone": null, "count": "1e999", "text": "False"}')],
+        ),
+        (
+            HERMES,
+            '<tool_call>{"arguments": {"s": "\\ud83d", "x": "\u00e9"}, "name": "f"}</tool_call>',
+            "",
+            [("f", '{"s": "\\ud83d", "x": "\\u00e9"}')],
         ),
         (
             XML,
