@@ -6,7 +6,7 @@ Generated text is data: nothing is escaped here (`meshllm.log.escape` is for ter
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from math import inf
@@ -27,6 +27,7 @@ from meshllm.model.text.pooling import LAST_ROW, Pooling, read_pooling
 from meshllm.model.text.reasoning import PAIRS
 from meshllm.model.text.tool_format import MARKERS, Function
 from meshllm.request import Request, Turn
+from meshllm.strict_json import WrongField
 
 MAX_TEMPLATE_CHARS = 1 << 18  # untrusted code; about ten times the size of large ones
 SHORT_CHARS = 2000  # most of a text that waits for no longer one
@@ -113,6 +114,8 @@ class Text:
         self._overdue: list[tuple[Thread, int]] = []  # with the characters of its text
         self._lock = Lock()  # of `_overdue`
         self._silent = end_tokens.union(special, tokenizer.all_special_ids)
+        controls = [form.content for _, form in added if _is_control(form.content)]
+        self._controls = re.compile("|".join(map(re.escape, controls))) if controls else None
         self._added: dict[int, bytes] = {token: form.content.encode() for token, form in added}
         decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
         self.markers = {
@@ -129,6 +132,8 @@ class Text:
             ModelError: it is missing or damaged, or its chat template is too long.
         """
         tokenizer = _load(folder)
+        if not all(isinstance(each, str) for each in _templates(tokenizer)):
+            raise ModelError(f"A chat template in `{folder}` is not a text")
         size = max(map(len, _templates(tokenizer)))
         if size > MAX_TEMPLATE_CHARS:
             raise ModelError(
@@ -189,6 +194,8 @@ class Text:
         if not self._tokenizer.chat_template:
             return self._within(length, "tokenizer", _tokenize, _plain(messages))
         options = self.style.options(functions, thinks, effort)
+        self._check_names("messages", messages)
+        self._check_names("tools", options)
         try:
             return self._within(length, "chat template", _apply_template, messages, options)
         except _REFUSALS as error:
@@ -196,6 +203,11 @@ class Text:
                 f"The model's chat template rejects this chat: {error}",
                 hint="alternate turns between user and assistant, or use `--raw`",
             ) from error
+
+    def _check_names(self, field: str, value: object) -> None:
+        """Refuse names in JSON that have control tokens: transformers sanitizes values only."""
+        if self._controls and (found := self._controls.search("\n".join(_names(value)))):
+            raise WrongField(field, f"A name in `{field}` contains the control token `{found[0]}`")
 
     def serialise(self) -> str:
         """Return the tokenizer in the JSON of the tokenizers library.
@@ -369,6 +381,22 @@ def _templates(tokenizer: Any) -> list[str]:
     """Return the chat templates of a tokenizer; an empty one if there is none."""
     template = tokenizer.chat_template or ""
     return [*template.values()] if isinstance(template, dict) else [template]
+
+
+def _is_control(token: str) -> bool:
+    return bool(token.strip()) and not token.strip().isalnum()
+
+
+def _names(value: object) -> Iterator[str]:
+    """Yield the names of all objects in a JSON value."""
+    left = [value]
+    while left:
+        match left.pop():
+            case dict() as fields:
+                yield from map(str, fields)
+                left += fields.values()
+            case list() as items:
+                left += items
 
 
 def _plain(turns: Sequence[Mapping[str, Any]]) -> str:

@@ -393,6 +393,15 @@ def test_a_huge_template_is_refused(folder: Path) -> None:
         Text.load(folder)
 
 
+def test_a_template_that_is_not_a_text_is_refused(folder: Path) -> None:
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": {"default": 5}}))
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+
+    with pytest.raises(ModelError, match="is not a text"):
+        Text.load(folder)
+
+
 def test_libraries_are_silent_except_at_debug_level() -> None:
     library, ours = logging.getLogger("transformers"), logging.getLogger("meshllm")
 
