@@ -21,6 +21,7 @@ from meshllm.model.text.pooling import Pooling, PoolingMode
 from meshllm.node.session.entry import EntryNode
 from meshllm.node.session.generation import Ended, GenerationRequest, Token
 from meshllm.protocol.kv_cache.prefix_scope import PrefixScope
+from meshllm.protocol.session.actions import check_prompt
 from meshllm.request import Answer, Event, FinishReason, Prefilled, Sampling
 from meshllm.strict_json import WrongField
 
@@ -78,6 +79,7 @@ async def embed(
     """
     if pooling.obstacle:
         raise UserError(f"{pooling.obstacle}, which embeddings do not support here")
+    check_prompt(len(prompt), entry.context)  # of all of it: what is forced would be cut
     wanted = prompt[:1] if pooling.mode is PoolingMode.FIRST else prompt
     known = 1 if pooling.mode is PoolingMode.MEAN else len(wanted)
     pool = RowPool(pooling.mode)

@@ -180,6 +180,7 @@ class RingBackend:
 
     async def _embed(self, request: Request) -> AsyncGenerator[Event, None]:
         """Embed the prompt of a request."""
+        self._check_trusted(request)
         if request.turns:
             raise WrongField("turns", "A chat has no embedding", hint="embed a text")
         _check_length(request, self.entry.context)

@@ -45,16 +45,21 @@ class GenerationTask:
         Raises:
             UserError: the prompt is empty or leaves no room in the context, or no token is wanted.
         """
-        context = min(self.context, MAX_POSITION)
-        if not 0 < len(self.prompt) < context:
-            raise ContextTooLong(
-                f"This model's maximum context length is {context} tokens; the prompt has"
-                f" {len(self.prompt)}, not 1 to {context - 1}",
-                hint="shorten the prompt or the chat",
-            )
+        check_prompt(len(self.prompt), self.context)
         if self.max_tokens < 1:
             raise UserError(f"Invalid answer length: at most {self.max_tokens} tokens")
-        return min(len(self.prompt) + self.max_tokens, context)
+        return min(len(self.prompt) + self.max_tokens, self.context, MAX_POSITION)
+
+
+def check_prompt(tokens: int, context: int) -> None:
+    """Raise `ContextTooLong` for a prompt that is empty or leaves no room in the context."""
+    most = min(context, MAX_POSITION)
+    if not 0 < tokens < most:
+        raise ContextTooLong(
+            f"This model's maximum context length is {most} tokens; the prompt has"
+            f" {tokens}, not 1 to {most - 1}",
+            hint="shorten the prompt or the chat",
+        )
 
 
 @dataclass(frozen=True, slots=True)

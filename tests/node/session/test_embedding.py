@@ -148,6 +148,19 @@ async def test_an_embedding_leaves_the_prefix_cache_to_answers() -> None:
         assert ring.entry.budget.kept_bytes == kept > 0
 
 
+@pytest.mark.parametrize("mode", PoolingMode)
+async def test_a_text_as_long_as_the_context_is_refused_and_never_cut(mode: PoolingMode) -> None:
+    async with open_local_ring(resolve("builtin"), options(1)) as ring:
+        text = await ring.model.text()
+        text.pooling = Pooling(mode)
+        whole = replace(ASKED, raw=None, ids=(5,) * ring.entry.context)
+
+        with pytest.raises(ContextTooLong):
+            await embedded(ring, whole)
+        _, answer, _ = await embedded(ring, replace(whole, ids=whole.ids[1:]))
+        assert answer.prompt_tokens == ring.entry.context - 1
+
+
 async def test_what_has_no_embedding_is_refused() -> None:
     async with open_local_ring(resolve("builtin"), options(1)) as ring:
         text, chat = await ring.model.text(), (Turn(role="user", content="hi"),)

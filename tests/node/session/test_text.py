@@ -112,14 +112,16 @@ async def test_the_entry_learns_who_asks(ring: LocalRing, monkeypatch: pytest.Mo
     assert [order.asker for order in orders] == [asker]
 
 
-async def test_nodes_that_are_not_trusted_are_named(ring: LocalRing) -> None:
+@pytest.mark.parametrize("embeds", [False, True])
+async def test_nodes_that_are_not_trusted_are_named(ring: LocalRing, *, embeds: bool) -> None:
     nodes = [stage.node for stage in ring.plan.stages]
     names = dict(zip(nodes, ("attic", "desk", "shed"), strict=False))
     text = await ring.model.text()
     backend = RingBackend(ring.entry, ring.worker, text, ring.plan, name_of=names.__getitem__)
 
+    asked = replace(ASKED, trusted=(), embeds=embeds)
     with pytest.raises(WrongField, match="not trusted: attic, desk") as refused:
-        _ = [event async for event in backend.generate(replace(ASKED, trusted=()))]
+        _ = [event async for event in backend.generate(asked)]
 
     assert refused.value.name == "meshllm.trust"
 
