@@ -90,7 +90,7 @@ async def open_fleet(
         ticket = home / "ticket"
         first, *others = [LOCAL] * nodes if isinstance(nodes, int) else nodes
         members = 1 + len(others)
-        shared = ["--model", str(model), "--threads", str(threads), "--quant", quant]
+        shared = ["--model", _absolute(model), "--threads", str(threads), "--quant", quant]
         shared += ["--transport", transport, "--device", device]
         found = ["--members", str(members), "--ticket-file", str(ticket)]
         started = [await _start(stack, first, home / "0", [*shared, *found])]
@@ -105,6 +105,11 @@ async def open_fleet(
             for number in range(members)
         ]
         yield Fleet(await _entry(clients, started))
+
+
+def _absolute(model: Path) -> str:
+    """Name a folder for nodes, which run in another one: theirs has no `meshllm.toml`."""
+    return str(model.absolute())
 
 
 def _whole(answer: Answer, request: Request) -> Answer:

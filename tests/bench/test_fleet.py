@@ -18,9 +18,10 @@ asyncio.run(open_fleet(Path("model"), [Site(prefix=tuple(sys.argv[1:]))], 1).__a
 """
 
 SETTINGS = """
-import os
+import os, sys
 is_own = os.environ["XDG_CONFIG_HOME"] == os.getcwd()
-raise SystemExit(f"{os.environ.get('MESHLLM_JOIN')} {os.listdir()} {is_own}")
+model = sys.argv[sys.argv.index("--model") + 1]
+raise SystemExit(f"{os.environ.get('MESHLLM_JOIN')} {os.listdir()} {is_own} {model}")
 """
 
 
@@ -57,8 +58,8 @@ async def test_nodes_have_none_of_the_users_settings(
     monkeypatch.chdir(tmp_path)
     site = Site(prefix=(sys.executable, "-c", SETTINGS))
 
-    with pytest.raises(MeshError, match=r"None \['0.log'\] True"):
-        await open_fleet(tmp_path, [site], 1).__aenter__()
+    with pytest.raises(MeshError, match=rf"None \['0.log'\] True {tmp_path}/model$"):
+        await open_fleet(Path("model"), [site], 1).__aenter__()
 
 
 def _runs(pid: int) -> bool:
