@@ -96,11 +96,12 @@ class _InPieces:
         """Pass on one request."""
 
         async def send_pieces(message: Message) -> None:
-            body = memoryview(message.get("body", b""))
-            while len(body) > PIECE_BYTES:
-                await send({**message, "body": bytes(body[:PIECE_BYTES]), "more_body": True})
-                body = body[PIECE_BYTES:]
-            await send({**message, "body": bytes(body)} if "body" in message else message)
+            body = message.get("body", b"")
+            *starts, last = range(0, len(body) or 1, PIECE_BYTES)
+            for start in starts:
+                piece = bytes(body[start : start + PIECE_BYTES])
+                await send({**message, "body": piece, "more_body": True})
+            await send({**message, "body": bytes(body[last:])} if last else message)
 
         await self._app(scope, receive, send_pieces)
 
