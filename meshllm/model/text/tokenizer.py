@@ -177,7 +177,8 @@ class Text:
 
         The answer may call ``functions``; ``thinks`` and ``effort`` are those of `Request`.
 
-        Control tokens written in a turn stay plain text, so the content of a turn cannot end it. A
+        Control tokens written in a turn stay plain text, so the content of a turn cannot end it;
+        in names of JSON, such as those of parameters, they are refused. A
         model without a template gets the system text, then ``User: ...`` and ``Assistant: ...``, a
         blank line between turns, and ``Assistant:`` at the end.
 
@@ -384,6 +385,7 @@ def _templates(tokenizer: Any) -> list[str]:
 
 
 def _is_control(token: str) -> bool:
+    """Return whether an added token is not just a word or white space, as some models have."""
     return bool(token.strip()) and not token.strip().isalnum()
 
 

@@ -313,10 +313,12 @@ def _dumped(arguments: Mapping[str, object]) -> str:
     """
     try:
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(arguments)
     except ValueError:
         raise _NoCallError from None
-    is_sendable = not any("\ud800" <= letter <= "\udfff" for letter in text)
-    return text if is_sendable else json.dumps(arguments)
+    return text
 
 
 def _word(text: str) -> int:

@@ -84,6 +84,12 @@ def parsed(form: ToolFormat, parts: Sequence[str]) -> tuple[str, list[tuple[str,
         ),
         (
             HERMES,
+            '<tool_call>{"arguments": {"x": NaN}, "name": "f"}</tool_call>',
+            '<tool_call>{"arguments": {"x": NaN}, "name": "f"}</tool_call>',
+            [],
+        ),
+        (
+            HERMES,
             '<tool_call>{"arguments": {"s": "\\ud83d", "x": "\u00e9"}, "name": "f"}</tool_call>',
             "",
             [("f", '{"s": "\\ud83d", "x": "\\u00e9"}')],
