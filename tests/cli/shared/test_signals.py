@@ -1,6 +1,8 @@
 import asyncio
 import os
 import signal
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import pytest
 import typer
@@ -91,9 +93,14 @@ async def test_a_signal_before_leave_is_set_ends_the_command() -> None:
     assert left.value.exit_code == 130
 
 
-async def test_another_cancellation_is_passed_on() -> None:
+@pytest.mark.parametrize("handling", [draining, cancelled_by_sigterm])
+async def test_another_cancellation_is_passed_on(
+    handling: Callable[[], AbstractContextManager[object]],
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
     async def command() -> None:
-        with draining():
+        with handling():
             await asyncio.Event().wait()
 
     task = asyncio.create_task(command())
@@ -102,6 +109,7 @@ async def test_another_cancellation_is_passed_on() -> None:
 
     with pytest.raises(asyncio.CancelledError):
         await task
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 async def test_signal_handlers_are_restored() -> None:
@@ -155,17 +163,3 @@ def test_unwinding_respects_nohup() -> None:
             os.kill(os.getpid(), signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
-
-
-async def test_another_cancellation_is_not_taken_for_sigterm() -> None:
-    async def command() -> None:
-        with cancelled_by_sigterm():
-            await asyncio.Event().wait()
-
-    task = asyncio.create_task(command())
-    await asyncio.sleep(0)
-    task.cancel()
-
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

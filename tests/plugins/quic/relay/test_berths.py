@@ -102,17 +102,23 @@ async def test_a_relay_with_a_new_address_is_followed(monkeypatch: pytest.Monkey
         assert states(transport) == [(f"{second.host.hosts()[0]}:{PORT}", "registered over UDP")]
 
 
+async def relay_at(addresses: str) -> tuple[PublicRelay, Names]:
+    """Open a relay whose name has these addresses, its own for `{}`; return a host that asks."""
+    internet = Internet(seed=1)
+    relay = PublicRelay(internet.host("relay"))
+    await relay.open()
+    names = Names(internet.behind("full cone").host("a"))
+    names.known["relay.example"] = addresses.format(relay.host.hosts()[0])
+    return relay, names
+
+
 @virtual
 async def test_a_relay_with_an_address_that_is_silent_is_reached_by_the_next_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("meshllm_quic.relay.relays.RelayStream", Silent)
-    internet = Internet(seed=1)
-    relay = PublicRelay(internet.host("relay"))
-    await relay.open()
+    relay, names = await relay_at("21.0.0.98 {} " + SILENT_V6)
     here = relay.host.hosts()[0]
-    names = Names(internet.behind("full cone").host("a"))
-    names.known["relay.example"] = f"21.0.0.98 {here} {SILENT_V6}"
 
     async with node(names) as (transport, _):
         await asyncio.sleep(SEEK_S + 1)
@@ -132,12 +138,8 @@ async def test_a_silent_relay_that_a_link_may_need_is_not_left_for_its_next_addr
     monkeypatch: pytest.MonkeyPatch, usage: RelayUsage
 ) -> None:
     monkeypatch.setattr("meshllm_quic.relay.relays.RelayStream", Silent)
-    internet = Internet(seed=1)
-    relay = PublicRelay(internet.host("relay"))
-    await relay.open()
+    relay, names = await relay_at("{} " + SILENT_V6)
     here = relay.host.hosts()[0]
-    names = Names(internet.behind("full cone").host("a"))
-    names.known["relay.example"] = f"{here} {SILENT_V6}"
 
     async with node(names) as (transport, _):
         endpoint = transport._endpoint
