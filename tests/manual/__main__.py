@@ -31,6 +31,7 @@ EXIT_STATUS = (
     ("6", "A deadline has passed."),
     ("7", "A hash does not match, or a peer violated the protocol."),
     ("8", "No capacity for the request now; retry later."),
+    ("129", "Its terminal was closed."),
     ("130", "Interrupted."),
     ("141", "The reader of standard output closed the pipe."),
     ("143", "Terminated."),

@@ -51,7 +51,7 @@ class RingService:
         self._target: GroupId | None = None  # the group in which to take part soon
         self._latest = 0.0  # when to move there at the latest, in loop time
         self._unable: set[ModelKey] = set()  # models that could not be served a while ago
-        self._retry_s: dict[ModelKey, float] = {}  # of those that could not be in this run
+        self._retry_s: dict[ModelKey, float] = {}  # the next wait, of models that failed
 
     @property
     def servers(self) -> list[RingServer]:
