@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 from meshllm.errors import LinkLost, MeshError, PeerFault
 from meshllm.node.net.secure import SecureLink
@@ -16,6 +16,16 @@ from meshllm.protocol.trust.handshake import ALL_FEATURES, Features
 from meshllm.transport import contract
 
 logger = logging.getLogger(__name__)
+
+MAX_QUEUED_BYTES = 512 << 20
+"""Of messages that wait to be sent: as many rows as may wait on the rank that they are for."""
+_OBJECT_BYTES = 1024  # of a waiting message besides its payload
+
+
+class _Encoded(NamedTuple):
+    kind: type[Message]
+    parts: list[contract.Buffer]
+    bytes: int
 
 
 class RingLink:
@@ -29,9 +39,10 @@ class RingLink:
         self._link = link
         self._prompt = link if isinstance(link, contract.Prompt) else None
         self._machine = machine
-        self._own: deque[Message] = deque()  # the link's own, sent first
-        self._control: deque[Message] = deque()
-        self._data: deque[Message] = deque()
+        self._own = deque[_Encoded]()  # the link's own, sent first
+        self._control = deque[_Encoded]()
+        self._data = deque[_Encoded]()
+        self._queued_bytes = 0
         self._wake = asyncio.Event()
         self._is_idle = False  # the writer has nothing to send
         self._debug = logger.isEnabledFor(logging.DEBUG)
@@ -57,13 +68,18 @@ class RingLink:
         return bool(self._data)
 
     def post(self, action: Forward) -> None:
-        """Send a message, or queue it; the session machines bound the length of the queue.
+        """Send a message, or queue it; more than `MAX_QUEUED_BYTES` end the link.
+
+        An entry has few messages in flight, but the previous rank may send more than the next one
+        reads.
 
         If the queues are empty it is sent within this call: waking the writer task would delay the
         step by another round of the event loop.
         """
+        if self._is_full:
+            return
         queue = self._control if action.control else self._data
-        queue.append(action.message)
+        self._add(queue, action.message)
         is_next = len(queue) == 1 and self._next_queue() is queue
         if not (self._is_idle and is_next and self._offer(queue)):
             self._wake_writer()
@@ -105,9 +121,9 @@ class RingLink:
     def _act(self, action: Action, deliver: Callable[[SessionMessage], None]) -> None:
         match action:
             case Send(message):
-                if self._own and isinstance(self._own[-1], Beat):
-                    self._own.pop()  # unsent: the neighbour does not read
-                self._own.append(message)
+                if self._own and self._own[-1].kind is Beat:
+                    self._queued_bytes -= self._own.pop().bytes  # unsent: they do not read
+                self._add(self._own, message)
                 self._wake_writer()
             case Deliver(message):
                 deliver(message)
@@ -131,45 +147,61 @@ class RingLink:
         self._is_idle = False
         self._wake.set()
 
-    def _next_queue(self) -> deque[Message] | None:
+    @property
+    def _is_full(self) -> bool:
+        return self._queued_bytes > MAX_QUEUED_BYTES
+
+    def _add(self, queue: deque[_Encoded], message: Message) -> None:
+        parts = encode(message)
+        size = _OBJECT_BYTES + sum(map(len, parts))
+        queue.append(_Encoded(type(message), parts, size))
+        self._queued_bytes += size
+
+    def _next_queue(self) -> deque[_Encoded] | None:
         if self._own or not self._machine.is_met:
             return self._own or None
         return self._control or self._data or None
 
     async def _watch(self) -> None:
-        """Send beats and detect silence, also while a send waits for a neighbour to read."""
+        """Send beats, and detect silence and a full queue, also while a send waits."""
         clock = asyncio.get_running_loop().time
         while (deadline := self._machine.deadline) is not None:
             # It moves later with every message, and earlier only once: when the link opens.
             await asyncio.sleep(min(deadline - clock(), BEAT))
+            if self._is_full:
+                text = f"More than {MAX_QUEUED_BYTES >> 20} MiB wait for the neighbour to read them"
+                raise LinkLost(text)
             for action in self._machine.expire(clock()):
                 self._act(action, _refuse)
 
-    def _offer(self, queue: deque[Message]) -> bool:
+    def _offer(self, queue: deque[_Encoded]) -> bool:
         """Send the only message of a queue if that does not block; return whether it was sent."""
         if self._prompt is None:
             return False
-        parts = encode(queue[0])
         try:
-            if not self._prompt.offer(parts, self._channel(queue)):
+            if not self._prompt.offer(queue[0].parts, self._channel(queue)):
                 return False
         except (MeshError, ValueError):  # the writer hits it too, and ends the link
             return False
-        self._note(queue.popleft(), parts)
+        self._note(self._take(queue))
         return True
 
-    async def _send(self, queue: deque[Message]) -> None:
-        message = queue.popleft()
-        parts = encode(message)
-        await self._link.send(parts, self._channel(queue))
-        self._note(message, parts)
+    async def _send(self, queue: deque[_Encoded]) -> None:
+        message = self._take(queue)
+        await self._link.send(message.parts, self._channel(queue))
+        self._note(message)
 
-    def _channel(self, queue: deque[Message]) -> contract.Channel:
+    def _take(self, queue: deque[_Encoded]) -> _Encoded:
+        message = queue.popleft()
+        self._queued_bytes -= message.bytes
+        return message
+
+    def _channel(self, queue: deque[_Encoded]) -> contract.Channel:
         return contract.Channel.DATA if queue is self._data else contract.Channel.CONTROL
 
-    def _note(self, message: Message, parts: list[contract.Buffer]) -> None:
+    def _note(self, message: _Encoded) -> None:
         if self._debug:
-            logger.debug("> %s, %d B", type(message).__name__, sum(map(len, parts)))
+            logger.debug("> %s, %d B", message.kind.__name__, message.bytes - _OBJECT_BYTES)
         self._machine.sent(loop_time())
 
 

@@ -11,6 +11,7 @@ A session on a stage is (gen, kv_len, running rows, queue). One rule drives it, 
 
     Data, beyond the context     Fault(MODEL): the session ends here, before anything is allocated
     Data, beyond the budget      Fault(BUSY), likewise, see `meshllm.protocol.kv_cache.budget`
+    Data, too many bytes wait    Fault(BUSY), likewise: rows arrive faster than they are computed
 
 A Resume may name lost layers: those that were on another node when their caches were computed. The
 refills that follow it are Data for which the driver runs only the layers that lack the rows, from
@@ -38,7 +39,8 @@ Races, and their outcome:
 - Cancel against running rows: both. They finish and count in ``kv_len``, but are not forwarded.
 - Close against anything: Close. The cache is freed or kept at once, and the session is remembered
   as closed so that Data which Close overtook cannot revive it. Running rows find no session and
-  are discarded; they write after all kept positions.
+  are discarded; they write after all kept positions. Until the driver answers, no message starts a
+  session of that name again, and their bytes count as waiting.
 - Resume against anything: it only applies to a session that is still unknown. If Close overtook it,
   the base that it names is freed: the entry has forgotten it.
 - A newer gen against its own repeated Data: the order of the link. As long as only committed tokens
@@ -76,6 +78,8 @@ from meshllm.protocol.session.messages import (
 )
 
 MAX_PENDING = 16  # queued Data of one session; an entry never has more in flight
+MAX_WAITING_BYTES = 512 << 20
+"""Rows that run or wait on one rank, of all sessions: 32,768 rows of 8,192 bfloat16 values."""
 MOST_PATIENCE_S = 600.0  # an entry waits no longer for a result, before it asks again
 IDLE_S = MAX_PENDING * MOST_PATIENCE_S  # longer than an entry waits, be it a retry or many results
 MAX_REFILL_ROWS = 7 * MAX_STEP_ROWS  # of decode steps that are computed again; a few ms of a layer
@@ -189,6 +193,7 @@ class Stage:
         *,
         epoch: int,
         max_sessions: int = 8,
+        max_waiting: int = MAX_WAITING_BYTES,
         idle_s: float = IDLE_S,
         context: int = MAX_POSITION,
         index: PrefixIndex | None = None,
@@ -197,6 +202,7 @@ class Stage:
     ) -> None:
         """Serve sessions of up to ``context`` positions within the budget of the ``index``.
 
+        Of the rows that run or wait, hold up to ``max_waiting`` bytes.
         Finished ones are kept in it; None keeps none, and has no budget. ``span`` are the layers of
         this rank; ``held`` returns how many positions of a kept session all of them hold.
         """
@@ -208,12 +214,14 @@ class Stage:
         self._is_last = rank == ring - 1
         self.epoch = epoch
         self._max_sessions = max_sessions
+        self._max_waiting = max_waiting
         self._idle_s = idle_s
         self._context = context
         self._index = index or PrefixIndex(KvBudget(()), 0)
         self.budget = self._index.budget
         self._sessions: dict[SessionId, _SessionState] = {}
         self._closed: dict[SessionId, Tally] = {}
+        self._outliving: dict[SessionId, Data] = {}  # rows that run, of ended sessions
 
     def receive(self, message: SessionMessage, now: float) -> list[Action]:
         """Handle a message from the previous rank; one that breaks the rules ends its session."""
@@ -240,10 +248,9 @@ class Stage:
         self, session: SessionId, blob: Blob | None, now: float, spent: Spent
     ) -> list[Action]:
         """Handle the output of the rows that ran, ``[1, keep, D]``, and the time they took."""
-        state = self._sessions.get(session)
-        if state is None or state.running is None:
+        if (ran := self._take_running(session)) is None:
             return []
-        done, state.running = state.running, None
+        state, done = ran
         state.used = now
         if not done.flags & Flags.REFILL:
             state.grow(done)
@@ -256,19 +263,18 @@ class Stage:
 
     def missed(self, session: SessionId) -> list[Action]:
         """Request all rows again: the cache could not be cropped to where the rows start."""
-        state = self._sessions.get(session)
-        if state is None or state.running is None:
+        if (ran := self._take_running(session)) is None:
             return []
-        missing, state.running, state.kv_len, state.has_missed = state.running, None, 0, True
+        state, missing = ran
+        state.kv_len, state.has_missed = 0, True
         state.pending = deque(item for item in state.pending if not item[1].refills)
         return [_gap(missing, 0), *self._next(state)]
 
     def failed(self, session: SessionId, code: FaultCode, text: str) -> list[Action]:
         """End the session because its rows could not be computed."""
-        state = self._sessions.get(session)
-        if state is None or state.running is None:
+        if (ran := self._take_running(session)) is None:
             return []
-        return [*self._end(session), self._fault(state.running, code, text)]
+        return [*self._end(session), self._fault(ran[1], code, text)]
 
     def interrupt(self, now: float) -> list[Action]:
         """End all sessions, as the ring is lost, and keep their caches in the prefix cache."""
@@ -327,7 +333,7 @@ class Stage:
 
     def _data(self, data: Data, now: float) -> list[Action]:
         session = data.session
-        if session in self._closed:
+        if session in self._closed or session in self._outliving:
             return []
         if data.epoch > self.epoch:
             text = f"Rank {self._rank} is at epoch {self.epoch}, not {data.epoch}"
@@ -372,7 +378,7 @@ class Stage:
     def _resume(self, resume: Resume, now: float) -> list[Action]:
         session, length = resume.session, resume.length
         base = self._index.name_of(resume.base, length)
-        if resume.epoch != self.epoch or session in self._sessions:
+        if resume.epoch != self.epoch or session in self._sessions or session in self._outliving:
             return []
         if session in self._closed:  # Close has overtaken it; nobody knows the base any more
             is_left = resume.whole and self._index.take(base, 0, now, whole=True) > 0
@@ -432,6 +438,9 @@ class Stage:
         if len(state.pending) >= MAX_PENDING:
             text = f"Data at position {data.pos} while {MAX_PENDING} others are queued"
             return self._refuse(data, text, FaultCode.RULES)
+        if (waiting := self._waiting_bytes + _bytes(data)) > self._max_waiting:
+            text = f"{waiting} bytes of rows would wait; the limit is {self._max_waiting}"
+            return self._refuse(data, text)
         state.pending.append((data, compute))
         return self._next(state) if state.running is None else []
 
@@ -453,6 +462,24 @@ class Stage:
             state.running, state.kv_len, state.capacity = data, data.pos, max(state.capacity, stop)
             return [*refused, *map(Free, gone), compute]
         return refused
+
+    def _take_running(self, session: SessionId) -> tuple[_SessionState, Data] | None:
+        """Take what ran from its session; None if that has ended meanwhile."""
+        self._outliving.pop(session, None)
+        state = self._sessions.get(session)
+        if state is None or state.running is None:
+            return None
+        done, state.running = state.running, None
+        return state, done
+
+    @property
+    def _waiting_bytes(self) -> int:
+        """Bytes of the rows that run or wait."""
+        waiting = sum(map(_bytes, self._outliving.values()))
+        for state in self._sessions.values():
+            waiting += _bytes(state.running) if state.running else 0
+            waiting += sum(_bytes(data) for data, _ in state.pending)
+        return waiting
 
     def _no_room(self, session: SessionId, positions: int) -> str:
         others, left = len(self._sessions) - 1, self.budget.left(session)
@@ -499,6 +526,8 @@ class Stage:
         self.budget.release(session)
         if state is None:
             return []
+        if state.running:
+            self._outliving[session] = state.running
         length = keep if keep <= state.kv_len else 0
         capacity = state.capacity
         gone = self._index.put(session, length, capacity, now, is_own=is_own, is_lost=is_lost)
@@ -524,6 +553,10 @@ def _violation(data: Data) -> str:
     if data.rows > most and not data.flags & Flags.PREFILL:
         return f"Step of {data.rows} rows; the limit is {most}"
     return ""
+
+
+def _bytes(data: Data) -> int:
+    return len(data.blob.payload) if data.blob else 0
 
 
 def _gap(data: Data, kv_len: int) -> Forward:

@@ -4,14 +4,21 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 
+import pytest
+
 from meshllm.errors import LinkLost, MeshError, PeerFault
 from meshllm.names import DIGEST_BYTES, NODE_ID_BYTES, Digest, NodeId, SessionId
+from meshllm.node.session import ring_link
 from meshllm.node.session.ring_link import Neighbours, RingLink
+from meshllm.protocol.session.blob import seal, session_key
 from meshllm.protocol.session.codec import decode, encode
-from meshllm.protocol.session.link import SILENCE, NeighbourLink
+from meshllm.protocol.session.link import BEAT, SILENCE, NeighbourLink
 from meshllm.protocol.session.messages import (
     Beat,
     Cancel,
+    Data,
+    DType,
+    Flags,
     Forward,
     Gap,
     Hello,
@@ -141,7 +148,7 @@ def test_a_message_leaves_at_once_if_the_queues_are_empty_else_in_order() -> Non
         await asyncio.sleep(0.1)
         peer.post(Forward(CANCEL))
         sent.append(ours.statistics.messages_sent)
-        peer._own.append(Beat(7, 0, 0))  # the link's own: sent before all others
+        peer._add(peer._own, Beat(7, 0, 0))  # the link's own: sent before all others
         peer.post(Forward(GAP))
         sent.append(ours.statistics.messages_sent)
         peer.post(Forward(CANCEL))
@@ -220,6 +227,57 @@ def test_beats_do_not_pile_up_before_a_neighbour_that_does_not_read() -> None:
 
     assert alive
     assert waiting <= 1
+
+
+@pytest.mark.parametrize("is_data", [True, False])
+def test_what_a_neighbour_does_not_read_is_bounded(
+    monkeypatch: pytest.MonkeyPatch, *, is_data: bool
+) -> None:
+    monkeypatch.setattr(ring_link, "MAX_QUEUED_BYTES", 64 << 20)
+    key = session_key(CANCEL.session)
+    rows = seal(key, DType.BFLOAT16, (1, 1024, 1024), bytes(2 << 20))
+    row = Data(CANCEL.session, 1, 0, 0, 1024, Flags.PREFILL, rows)
+
+    async def story() -> tuple[MeshError, int, bool]:
+        ours, theirs = await pair()
+        peer = ring_link_on(ours)
+        running = asyncio.create_task(peer.run(lambda _: None))
+        await say(theirs, Hello(THEIRS, 1, PLAN), Beat(1, 0, 0))
+        await asyncio.sleep(0.1)
+        alive = False
+        for number in range(100_000):
+            peer.post(Forward(row if is_data else CANCEL))
+            if number == 20:
+                await asyncio.sleep(2 * BEAT)
+                alive = not running.done()
+        reason = await running
+        return reason, len(peer._data) + len(peer._control), alive
+
+    reason, waiting, alive = run_virtual(story())
+
+    assert alive
+    assert "More than 64 MiB wait" in str(reason)
+    assert waiting <= (33 if is_data else 64 << 10)
+
+
+def test_messages_that_are_sent_do_not_count_as_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring_link, "MAX_QUEUED_BYTES", 4096)
+
+    async def story() -> int:
+        ours, theirs = await pair()
+        peer = ring_link_on(ours)
+        running = asyncio.create_task(peer.run(lambda _: None))
+        await say(theirs, Hello(THEIRS, 1, PLAN))
+        heard = asyncio.create_task(hear(theirs))
+        for stamp in range(1, 20):
+            await say(theirs, Beat(stamp, 0, 0))
+            await asyncio.sleep(0.5)
+            for _ in range(2):  # the second one is queued
+                peer.post(Forward(CANCEL))
+        running.cancel()
+        return sum(isinstance(each, Cancel) for each in await heard)
+
+    assert run_virtual(story()) == 38
 
 
 def test_a_neighbour_of_another_plan_is_refused() -> None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshllm.names import SessionId
+from meshllm.names import SessionId, Span
 from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget
 from meshllm.protocol.kv_cache.prefix_index import RESUME_S, PrefixIndex
 from meshllm.protocol.session.blob import seal, session_key
@@ -85,6 +85,80 @@ def test_output_is_forwarded_under_the_same_header() -> None:
 
     assert actions == [Forward(replace(data(4), blob=out))]
     assert not Forward(data(4)).control
+
+
+def narrow(rows: int) -> Stage:
+    """A middle rank where so many rows may run or wait."""
+    return Stage(1, 3, epoch=EPOCH, max_waiting=len(blob(rows).payload))
+
+
+def too_many(waiting: int, most: int, session: SessionId = ONE) -> Forward:
+    text = (
+        f"{len(blob(waiting).payload)} bytes of rows would wait; the limit is"
+        f" {len(blob(most).payload)}"
+    )
+    return Forward(Fault(session, EPOCH, FaultCode.BUSY, 1, text))
+
+
+def test_rows_that_arrive_faster_than_they_run_end_their_session() -> None:
+    stage = narrow(6)
+    stage.receive(data(0, 4, session=ONE), 0.0)
+    stage.receive(data(0, 1, session=TWO), 0.1)
+
+    assert stage.receive(data(1, 1, session=TWO), 0.2) == []  # waits
+    assert stage.receive(data(2, 1, session=TWO), 0.3) == [Free(TWO), too_many(7, 6, TWO)]
+    stage.computed(TWO, blob(1), 0.4, SPENT)
+
+    assert stage.receive(data(4, 2), 0.5) == []
+    assert stage.computed(ONE, blob(4), 0.6, SPENT)[1:] == [compute(4, 2, 2)]
+
+
+def test_rows_that_are_computed_or_outdated_wait_no_more() -> None:
+    stage = narrow(4)
+    for pos in range(0, 12, 4):
+        stage.receive(data(pos, 4), 0.0)
+        stage.computed(ONE, blob(4), 0.1, SPENT)
+    stage.receive(data(12, 1), 0.2)
+    stage.receive(data(13, 3), 0.3)
+
+    assert stage.receive(data(13, 3, gen=1), 0.4) == []
+
+
+@pytest.mark.parametrize("answer", ["computed", "missed", "failed"])
+def test_rows_that_run_after_their_session_ended_count_until_they_are_answered(
+    answer: str,
+) -> None:
+    stage = narrow(4)
+    stage.receive(data(0, 3), 0.0)
+    stage.receive(Close(ONE, EPOCH), 0.1)
+
+    assert too_many(5, 4, TWO) in stage.receive(data(0, 2, session=TWO), 0.2)
+
+    match answer:
+        case "computed":
+            stage.computed(ONE, blob(3), 0.3, SPENT)
+        case "missed":
+            stage.missed(ONE)
+        case _:
+            stage.failed(ONE, FaultCode.MODEL, "no memory")
+    three = SessionId(b"3" * 16)
+    assert stage.receive(data(0, 4, session=three), 0.4) == [
+        replace(compute(0, 4, 4), session=three)
+    ]
+
+
+def test_a_name_is_not_used_again_while_rows_of_its_last_session_run() -> None:
+    stage = Stage(1, 3, epoch=EPOCH, span=Span(1, 2))
+    stage.receive(data(0, 1), 0.0)
+    stage.receive(Close(ONE, EPOCH), 0.1)
+    for number in range(MAX_CLOSED):  # it is not remembered as closed any more
+        stage.receive(Close(SessionId(number.to_bytes(16, "big")), EPOCH), 0.2)
+
+    assert stage.receive(data(0, 1), 0.3) == []
+    stage.receive(Resume(ONE, EPOCH, TWO, 4, whole=True, lost=(Span(1, 2),)), 0.4)
+    assert stage.settled == {}
+    stage.computed(ONE, blob(1), 0.5, SPENT)
+    assert stage.receive(data(0, 1), 0.6) == [compute(0, 1, 1)]
 
 
 def test_a_prompt_is_settled_once_it_is_computed() -> None:
