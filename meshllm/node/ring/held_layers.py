@@ -257,16 +257,18 @@ class HeldLayers:
             return True
         if is_urgent:  # a stage frees caches in order with what its compute thread has yet to keep
             (self._stage() or store.prefixes).make_room(size)
-        return store.prefixes.index.budget.lend(size, self._take_back)
+        budget = store.prefixes.index.budget
+        return budget.lend(size, self._take_back, is_urgent=is_urgent)
 
     def _lend_rows(self, room: int) -> bool:
         """Lend bytes to caches that are handed over, beside the layers; return whether they are."""
         size = sum(each.bytes for each in self._receivers.values())
         if size > room or size - self._lent_rows > free_memory():
             return False
-        store = self.store
-        if store and not store.prefixes.index.budget.lend(self._lent + size, self._take_back):
-            return False
+        if store := self.store:
+            budget = store.prefixes.index.budget
+            if not budget.lend(self._lent + size, self._take_back, is_urgent=True):
+                return False
         self._lent_rows = size
         return True
 

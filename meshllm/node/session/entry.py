@@ -186,7 +186,7 @@ class EntryNode:
         """
         if not self._queue.resize(totals):
             return False
-        self._prefixes.make_room(0)
+        self._prefixes.fit()
         return True
 
     async def run(self) -> MeshError:
@@ -254,7 +254,7 @@ class EntryNode:
         if self._lost:
             raise self._lost
         session, now = task.session, loop_time()
-        start = self._start(order, now)
+        start = self._start(session, order, now)
         if start.base and start.base.is_claimed:
             task = replace(task, keep_from=None)  # no other prompt may continue from it
         machine = Entry(task, self._pace(order, start.base))
@@ -276,25 +276,38 @@ class EntryNode:
         self._act(session, machine.open(now, start.base))
         return generation
 
-    def _start(self, order: GenerationRequest, now: float) -> Start:
+    def _start(self, session: SessionId, order: GenerationRequest, now: float) -> Start:
         """Continue from what the last ring left of an order, or from another text."""
         found, known = None, order.known
         if order.resume:
             most = self._config.max_chunk
-            session, chunks, held = read_resumable(order.resume, len(known), most)
-            found = self._prefixes.resume(session, known[:held], chunks, now)
+            before, chunks, held = read_resumable(order.resume, len(known), most)
+            resumed = self._prefixes.resume(before, known[:held], chunks, now)
+            found = self._within_budget(session, resumed)
             if found is None and self._config.ring > 1 and now < self._since + RESUME_S:
                 front = self._runners.front  # the other ranks may have kept what the last ring had
-                resumed = self._prefixes.resume_empty(session, held, chunks, front.span)
-                if resumed is not None:
-                    hit, begun = resumed
+                empty = self._prefixes.resume_empty(before, held, chunks, front.span)
+                if empty is not None:
+                    hit, begun = empty
                     return Start(self._asking(hit, begun), begun, front.new_cache)
         if found is None and self._uses_prefixes(order):
             scope = order.prefix_scope
-            found = self._prefixes.find(known, now, is_shared=order.shares_prefix, scope=scope)
+            matched = self._prefixes.find(known, now, is_shared=order.shares_prefix, scope=scope)
+            found = self._within_budget(session, matched)
         if found:
             found = self._asking(*found), found[1]
         return start_from(found, self._runners.front.new_cache)
+
+    def _within_budget(
+        self, session: SessionId, found: tuple[PrefixHit, SessionCache] | None
+    ) -> tuple[PrefixHit, SessionCache] | None:
+        """Return what was found, unless it is a cache to take over whose room does not fit.
+
+        It may have room for more than the session needs.
+        """
+        if found and found[0].whole and not self.budget.reserve(session, found[0].capacity):
+            return None
+        return found
 
     def _asking(self, hit: PrefixHit, cache: SessionCache | None) -> PrefixHit:
         """Ask how much of the lost layers was handed over, if any of it may have been."""

@@ -115,7 +115,7 @@ class StageNode:
         return True
 
     def make_room(self, size: int) -> None:
-        """Free kept sessions until so many bytes are left for others, or none is kept."""
+        """Free kept sessions until so many bytes are left for others; none if not enough are."""
         self._act(self._machine.make_room(size))
 
     async def run(self) -> MeshError:

@@ -19,7 +19,8 @@ running one: `fits` ignores them, and `meshllm.protocol.kv_cache.prefix_index` e
 recently used while `is_over`.
 
 Layers that the next plan may need are loaded in bytes that nothing uses: the budget *lends* them,
-and takes them back as soon as a session, running or kept, needs them.
+and takes them back as soon as a session, running or kept, needs them. If that plan follows at once,
+the loan is urgent, and kept sessions make room for it instead.
 
 Invariant: the reservations alone always fit in every room. Together with the kept sessions they fit
 again once the prefix index has evicted, which happens before the new rows are computed.
@@ -74,6 +75,7 @@ class KvBudget:
         self._reserved: dict[SessionId, _Charge] = {}
         self._kept: dict[SessionId, _Charge] = {}
         self._lent = 0  # bytes of this rank
+        self._is_urgent = False  # what is lent
         self._take_back: Callable[[], None] = lambda: None
 
     def holds(self, tokens: int) -> bool:
@@ -116,18 +118,20 @@ class KvBudget:
         self._recall()
         return True
 
-    def has_room(self, size: int) -> bool:
-        """Return whether so many bytes of this rank are free."""
-        return self._is_within(self._reserved.values(), self._kept.values(), size)
+    def has_room(self, size: int, *, without_kept: bool = False) -> bool:
+        """Return whether so many bytes of this rank are free, or are if no session is kept."""
+        kept = () if without_kept else self._kept.values()
+        return self._is_within(self._reserved.values(), kept, size)
 
-    def lend(self, size: int, take_back: Callable[[], None]) -> bool:
+    def lend(self, size: int, take_back: Callable[[], None], *, is_urgent: bool = False) -> bool:
         """Lend bytes of this rank, if they are free, until ``take_back`` is called.
 
-        They replace what is lent; if they are not free, nothing changes.
+        They replace what is lent; if they are not free, nothing changes. Kept sessions do not take
+        back what ``is_urgent``: the prefix index evicts them.
         """
         is_free = self.has_room(size)
         if is_free:
-            self._lent, self._take_back = size, take_back
+            self._lent, self._take_back, self._is_urgent = size, take_back, is_urgent
         return is_free
 
     def end_loan(self) -> None:
@@ -185,7 +189,7 @@ class KvBudget:
         return _Charge(whole, [room.cost(whole) for room in self.rooms])
 
     def _recall(self) -> None:
-        if self._lent and self.is_over:
+        if self._lent and not self.has_room(self._lent, without_kept=self._is_urgent):
             self._lent = 0
             self._take_back()
 

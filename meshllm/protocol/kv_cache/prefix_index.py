@@ -147,12 +147,20 @@ class PrefixIndex:
             gone.append(session)
         return gone
 
-    def evict(self) -> SessionId | None:
-        """Evict one session and return it; None if none is kept."""
-        session = next(iter(self._in_order()), None)
-        if session is not None:
+    def free(self, size: int) -> list[SessionId]:
+        """Evict sessions until so many bytes of this rank are free for others; return them.
+
+        None is evicted if that is not enough.
+        """
+        gone = list[SessionId]()
+        if not self.budget.has_room(size, without_kept=True):
+            return gone
+        for session in self._in_order():
+            if self.budget.has_room(size):
+                break
             self._drop(session)
-        return session
+            gone.append(session)
+        return gone
 
     def take(self, session: SessionId, length: int, now: float, *, whole: bool) -> int:
         """Return the positions for which a kept cache has room; 0 if it holds too few.

@@ -134,12 +134,13 @@ class PrefixCache(Generic[Cache]):
         self._lost[session] = self._moved.difference(range(span.start, span.stop))
         self._drop(self.index.put(session, length, capacity, now, is_lost=True))
 
+    def fit(self) -> None:
+        """Evict sessions until those kept fit into the budget, which has changed."""
+        self._drop(self.index.make_room())
+
     def make_room(self, size: int) -> None:
-        """Evict sessions until so many bytes of this rank are free, or all."""
-        while not self.index.budget.has_room(size):
-            if (session := self.index.evict()) is None:
-                return
-            self._drop([session])
+        """Evict sessions until so many bytes of this rank are free; none if that is not enough."""
+        self._drop(self.index.free(size))
 
     def _hit(
         self, name: SessionId, length: int, capacity: int, chunks: Sequence[Chunk], *, whole: bool

@@ -293,11 +293,8 @@ class Stage:
         return [Free(each) for each in self._index.make_room()]
 
     def make_room(self, size: int) -> list[Action]:
-        """Free kept sessions until so many bytes are left for others, or none is kept."""
-        freed = list[Action]()
-        while not self.budget.has_room(size) and (session := self._index.evict()) is not None:
-            freed.append(Free(session))
-        return freed
+        """Free kept sessions until so many bytes are left for others; none if not enough are."""
+        return [Free(session) for session in self._index.free(size)]
 
     def helped(self, logits: Logits) -> list[Action]:
         """Forward this rank's part of the logits of a step, unless the step is outdated."""

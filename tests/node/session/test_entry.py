@@ -422,6 +422,35 @@ async def test_a_prompt_continues_from_the_cache_of_an_earlier_one() -> None:
         assert ended.measured.reused == len(LONG)
 
 
+async def test_a_cache_that_is_taken_over_is_charged_with_all_that_it_has_room_for() -> None:
+    async with running(ring=2, keeps=True, blocks=4) as entry:
+        await entry.read(entry.node.generate(order(*range(200), tokens=100)), 999)  # 2 blocks
+        kept = entry.node.budget.kept_bytes
+        turn = entry.node.generate(order(*range(200), 50, tokens=20))  # needs one
+        await entry.read(turn, 2)
+
+        assert entry.node.budget.live_bytes == kept == 2 * BLOCK
+        *_, ended = await entry.read(turn)
+        assert isinstance(ended, Ended)
+        assert ended.measured.reused == 200
+
+
+async def test_a_cache_is_not_taken_over_if_it_has_no_room_to_grow() -> None:
+    async with running(ring=2, keeps=True) as entry:
+        growing = Room(3 * BLOCK + BLOCK // 2, lambda tokens: (tokens, tokens // 2))
+        entry.node.budget.rooms = [growing, growing]
+        await entry.read(entry.node.generate(order(*range(200), tokens=100)), 999)  # 2 blocks
+        other = entry.node.generate(order(500, 501, tokens=50))  # one, so that all is used
+        await entry.read(other, 1)
+        turn = entry.node.generate(order(*range(200), 50, tokens=20))  # needs one
+        *tokens, ended = await entry.read(turn, 999)
+        await entry.read(other, 999)
+
+        assert ids(tokens) == [*range(51, 71)]
+        assert isinstance(ended, Ended)
+        assert ended.measured.reused == 0
+
+
 async def test_a_cache_that_was_just_taken_over_is_kept_when_the_ring_is_lost() -> None:
     async with running(ring=2, keeps=True, resumes=True) as entry:
         await entry.read(entry.node.generate(order(*LONG)))

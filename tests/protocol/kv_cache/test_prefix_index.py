@@ -149,9 +149,32 @@ def test_a_running_session_takes_the_share_of_the_owner_last() -> None:
     index.budget.reserve(SessionId(b"x" * 16), 2 * BLOCK)
 
     assert index.make_room() == [B]
-    assert index.evict() == C
-    assert index.evict() == A
-    assert index.evict() is None
+    assert index.free(BLOCK) == [C]
+    assert index.free(2 * BLOCK) == [A]
+    assert index.free(2 * BLOCK) == []
+
+
+def test_nothing_is_evicted_for_bytes_that_running_sessions_hold() -> None:
+    index = shelf_of(4)
+    index.put(A, 1, 1, 0.0)
+    index.budget.reserve(SessionId(b"x" * 16), 2 * BLOCK)
+
+    assert index.free(3 * BLOCK) == []
+    assert index.holds(A)
+    assert index.free(2 * BLOCK) == [A]
+
+
+def test_kept_sessions_make_room_for_an_urgent_loan() -> None:
+    index, taken = shelf_of(4), list[str]()
+    assert index.budget.lend(2 * BLOCK, lambda: taken.append("all"), is_urgent=True)
+
+    assert index.put(A, 1, 1, 0.0) == []
+    assert index.put(B, 1, BLOCK + 1, 1.0) == [A]
+    index.budget.reserve(SessionId(b"x" * 16), BLOCK)
+    assert index.make_room() == [B]
+    assert not taken
+    index.budget.reserve(SessionId(b"x" * 16), 3 * BLOCK)
+    assert taken == ["all"]
 
 
 def test_an_owner_that_is_not_the_entry_any_more_has_no_share() -> None:

@@ -110,8 +110,22 @@ def test_texts_make_room_for_layers_and_the_latest_used_stay() -> None:
 
     prefixes.make_room(BLOCK)
     assert sorted(prefixes.caches.values()) == ["b", "c"]
-    prefixes.make_room(9 * BLOCK)
+    prefixes.make_room(4 * BLOCK)  # more than there is
+    assert sorted(prefixes.caches.values()) == ["b", "c"]
+    prefixes.make_room(3 * BLOCK)
     assert not prefixes.caches
+
+
+def test_texts_that_do_not_fit_into_a_smaller_budget_are_dropped() -> None:
+    prefixes: PrefixCache[str] = PrefixCache(index(blocks=2), None)
+    for name in "ab":
+        session = SessionId(name.encode() * 16)
+        prefixes.keep(session, (*PROMPT, ord(name)), 30, name, len(PROMPT) + 1, 0.0)
+    assert prefixes.index.budget.resize([BLOCK])
+
+    prefixes.fit()
+
+    assert list(prefixes.caches.values()) == ["b"]
 
 
 def test_the_cache_is_taken_over_if_a_copy_does_not_fit() -> None:
