@@ -76,6 +76,7 @@ TIMEOUT = {24, 36, 152, 255, -24, -9}
 
 def copy_to(tree: Path, areas: Iterable[Area]) -> None:
     """Copy code and tests, with all packages in one folder, and configure mutmut."""
+    tree.mkdir(parents=True, exist_ok=True)
     for package in (ROOT / "meshllm", *(ROOT / "plugins").glob("meshllm_*")):
         copytree(package, tree / "src" / package.name, ignore=SPARE, dirs_exist_ok=True)
     copytree(ROOT / "tests", tree / "tests", ignore=SPARE, dirs_exist_ok=True)
@@ -179,7 +180,7 @@ def main(arguments: Sequence[str]) -> int:
     areas = {name: AREAS[name] for name in options.area or AREAS}
     jobs = [] if options.jobs is None else ["--max-children", str(options.jobs)]
     with tempfile.TemporaryDirectory() as folder:
-        tree = options.keep or Path(folder)
+        tree = (options.keep or Path(folder)) / "-".join(areas)  # mutmut knows no other areas there
         copy_to(tree, areas.values())
         said = mutmut(tree, "run", *jobs, "none")  # makes all mutants, and finds their tests
         mutants = (name for name, _ in results(tree))
