@@ -123,7 +123,7 @@ class Rank:
         self.kept: dict[SessionId, int] = {}
         self.running: dict[SessionId, Compute] = {}
         self.hollow = set[SessionId]()
-        """Those that may hold less than the stage counts: refills of lost layers are awaited."""
+        """Those that may hold less than the stage counts, until lost layers are recomputed."""
 
     def finish(self) -> tuple[Compute, bool]:
         """End the oldest computation; return whether the cache had the rows before it."""
@@ -132,7 +132,7 @@ class Rank:
         if job.pos > held:
             self.hollow.discard(job.session)
             return job, False
-        self.caches[job.session] = max(held, end) if job.refills else end
+        self.caches[job.session] = max(held, end) if job.recomputes else end
         return job, True
 
     def resumed(self, session: SessionId) -> None:
@@ -144,7 +144,7 @@ class Rank:
         match action:
             case Compute(session, pos):
                 assert session not in self.running
-                assert action.refills or pos <= self.caches[session] or session in self.hollow
+                assert action.recomputes or pos <= self.caches[session] or session in self.hollow
                 self.caches[session] += 0
                 self.running[session] = action
             case Free(session) if session in self.kept:

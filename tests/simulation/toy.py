@@ -172,7 +172,7 @@ class ToyRunner:
     def step_many(self, parts: Sequence[Tensor], caches: Sequence[ToyCache | None]) -> list[Tensor]:
         return [self.step(x, cache) for x, cache in zip(parts, caches, strict=True)]
 
-    def refill(self, x: Tensor, cache: ToyCache) -> Tensor:
+    def recompute(self, x: Tensor, cache: ToyCache) -> Tensor:
         return self.prefill(x, cache)
 
     def fill(self, x: Tensor, cache: ToyCache, *, is_step: bool) -> None:

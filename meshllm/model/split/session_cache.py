@@ -7,9 +7,9 @@ the layers that are new to it as another one. Each piece has its own `SpanCache`
 
 The hidden states that a rank sent to the next one are what the lost layers of that rank were
 computed from. With these rows a later owner of the layers computes their caches again, and no other
-layer computes anything, see `meshllm.model.steps.runner.SpanRunner.refill`. The rows are a few per
-cent of the caches. They have no room of their own in the plan: `SentRows` bounds the bytes of all
-sessions, and a session that finds no room is recomputed from its first token after a loss.
+layer computes anything, see `meshllm.model.steps.runner.SpanRunner.recompute`. The rows are a few
+per cent of the caches. They have no room of their own in the plan: `SentRows` bounds the bytes of
+all sessions, and a session that finds no room is recomputed from its first token after a loss.
 """
 
 from collections.abc import Sequence

@@ -37,7 +37,7 @@ class Runner:
         self.shard = shard
         self.steps, self.execution = choose_steps(shard, counts, trial or try_steps, whole)
         self.step, self.step_many = self.steps.step, self.steps.step_many
-        self.refill, self.fill = self.steps.refill, self.steps.fill
+        self.recompute, self.fill = self.steps.recompute, self.steps.fill
         self.runs_in_one_pass, self.warm_up_steps = self.steps.runs_in_one_pass, self.steps.warm_up
         self.new_cache = shard.new_cache
 
@@ -91,7 +91,7 @@ class SpanRunner:
         """Run consecutive ``pieces``; the rows for the next rank are recorded in ``sent``."""
         self.pieces = list(pieces)
         self.recomputed = 0
-        """Rows that `refill` computed, times the layers that computed them."""
+        """Rows that `recompute` computed, times the layers that computed them."""
         self.on_step: Callable[[int, int, float, float], None] | None = None
         """Called after each step: its rows, the most rows before them, its seconds, and when it
         ended (`time.monotonic`)."""
@@ -171,7 +171,7 @@ class SpanRunner:
             self.on_step(sum(part.shape[1] for part in parts), max(starts), now - begin, now)
         return outputs
 
-    def refill(
+    def recompute(
         self, x: Tensor | None, cache: SessionCache, places: range, *, is_step: bool, is_sent: bool
     ) -> Tensor | None:
         """Compute rows only in the pieces that lack them, after the layers came from a lost rank.
@@ -201,7 +201,7 @@ class SpanRunner:
             if not (goes_on or (self._sent and piece is self.pieces[-1])):
                 piece.fill(x, part, is_step=is_step)
                 continue
-            x = piece.refill(x, part) if is_step else piece.prefill(x, part, 1)
+            x = piece.recompute(x, part) if is_step else piece.prefill(x, part, 1)
             self._record(cache, places.start, x, piece)
         return x if is_sent else None
 

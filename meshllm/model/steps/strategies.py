@@ -61,7 +61,7 @@ processor at 15 GB/s, for a step of one row: 26 % at 31 MB a layer (Qwen3-0.6B),
 (Qwen3-8B), 42 and 12 % with int8. From about 600 MB on it would be less than 5 %.
 """
 
-REFILLED = 7 * MOST_ROWS
+RECOMPUTED_ROWS = 7 * MOST_ROWS
 """Rows of a session that are computed again in one pass, where the kernels of matrices allow."""
 
 _WARM_UPS = 2 * (1 + CHECKS)  # steps at most; if these are not enough, real steps continue
@@ -88,12 +88,12 @@ class Steps(Protocol):
         """Run rows of several sessions; each gets what `step` would return."""
         ...
 
-    def refill(self, x: Tensor, cache: SpanCache) -> Tensor:
+    def recompute(self, x: Tensor, cache: SpanCache) -> Tensor:
         """Run rows that were computed in steps before; each gets what `step` would return."""
         ...
 
     def fill(self, x: Tensor, cache: SpanCache, *, is_step: bool) -> None:
-        """Add to the cache what `refill` or `prefill` of rows would."""
+        """Add to the cache what `recompute` or `prefill` of rows would."""
         ...
 
     def runs_in_one_pass(self, rows: int) -> bool:
@@ -132,7 +132,7 @@ class StockSteps:
         ]
         return all_to_host(outputs)
 
-    def refill(self, x: Tensor, cache: SpanCache) -> Tensor:
+    def recompute(self, x: Tensor, cache: SpanCache) -> Tensor:
         """Run rows one after the other."""
         return self.step(x, cache)
 
@@ -163,10 +163,10 @@ class InvariantSteps:
     def __init__(self, shard: Shard, counts: frozenset[int]) -> None:
         """Run the rows of a session in one pass if their number is in ``counts``."""
         self.counts, self.shard = counts, shard
-        self.most_refilled = MOST_ROWS
+        self.most_recomputed = MOST_ROWS
         """Rows of a session in one pass, at most, when they are computed again."""
         self.untried: Trial | None = None
-        """Tries `REFILLED` rows in the warm-up; None if they were tried, or cannot be used."""
+        """Tries `RECOMPUTED_ROWS` in the warm-up; None if they were tried, or cannot be used."""
         self.attention = AttentionSwitch(shard)
         self._stock = StockSteps(shard)
 
@@ -183,9 +183,9 @@ class InvariantSteps:
         """Run rows of several sessions together."""
         return _in_groups(self.run, self.counts, parts, caches)
 
-    def refill(self, x: Tensor, cache: SpanCache) -> Tensor:
-        """Run rows in passes of up to `most_refilled`."""
-        parts = torch.split(x, self.most_refilled, 1)
+    def recompute(self, x: Tensor, cache: SpanCache) -> Tensor:
+        """Run rows in passes of up to `most_recomputed`."""
+        parts = torch.split(x, self.most_recomputed, 1)
         return torch.cat([self.run(part, [cache], [part.shape[1]]) for part in parts], 1)
 
     def fill(self, x: Tensor, cache: SpanCache, *, is_step: bool) -> None:
@@ -198,24 +198,24 @@ class InvariantSteps:
         return rows in self.counts
 
     def warm_up(self) -> Iterator[None]:
-        """Try `REFILLED` rows in one pass, unless that was done on load."""
+        """Try `RECOMPUTED_ROWS` rows in one pass, unless that was done on load."""
         if self.untried is not None:
             yield
             trial, self.untried = self.untried, None
-            self.try_refill(trial)
+            self.try_recompute(trial)
 
-    def try_refill(self, trial: Trial) -> None:
-        """Compute rows again `REFILLED` at a time, if they are like those of steps."""
+    def try_recompute(self, trial: Trial) -> None:
+        """Recompute `RECOMPUTED_ROWS` at a time, if they are like those of steps."""
         tried = copy(self)  # in pauses, steps run with the counts that were tried before
-        tried.counts = self.counts | {MOST_ROWS, REFILLED}
+        tried.counts = self.counts | {MOST_ROWS, RECOMPUTED_ROWS}
         try:
-            reason = trial(self.shard, tried, REFILLED)
+            reason = trial(self.shard, tried, RECOMPUTED_ROWS)
         except PROBE_ERRORS as error:  # such as more rows than the model has positions
             reason = f"{type(error).__name__}: {error}"
         if reason:
             logger.info("%d rows at a time are computed again, not more: %s", MOST_ROWS, reason)
         else:
-            self.most_refilled = REFILLED
+            self.most_recomputed = RECOMPUTED_ROWS
 
     def run(self, x: Tensor, caches: Sequence[SpanCache], rows: Sequence[int]) -> Tensor:
         """Run a step."""
@@ -265,10 +265,10 @@ class ReplayedSteps:
         """Run rows of several sessions together."""
         return _in_groups(self.run, self.inner.counts, parts, caches)
 
-    def refill(self, x: Tensor, cache: SpanCache) -> Tensor:
+    def recompute(self, x: Tensor, cache: SpanCache) -> Tensor:
         """Run rows in passes, replayed if these have as many rows as steps."""
         outputs = list[Tensor]()
-        for part in torch.split(x, self.inner.most_refilled, 1):
+        for part in torch.split(x, self.inner.most_recomputed, 1):
             rows = part.shape[1]
             run = self.run if rows in self.inner.counts else self.inner.run
             outputs.append(run(part, [cache], [rows]))
@@ -276,8 +276,8 @@ class ReplayedSteps:
 
     def fill(self, x: Tensor, cache: SpanCache, *, is_step: bool) -> None:
         """Run rows up to the keys and values of the last layer, unless steps are to be replayed."""
-        if is_step and self.inner.most_refilled in self.inner.counts:
-            self.refill(x, cache)
+        if is_step and self.inner.most_recomputed in self.inner.counts:
+            self.recompute(x, cache)
         else:
             self.inner.fill(x, cache, is_step=is_step)
 
@@ -361,7 +361,7 @@ class GraphSteps:
                 outputs += torch.split(self._graph.step(x, caches[group], rows), rows, 1)
         return outputs
 
-    def refill(self, x: Tensor, cache: SpanCache) -> Tensor:
+    def recompute(self, x: Tensor, cache: SpanCache) -> Tensor:
         """Run rows in as few launches as possible."""
         return self.step(x, cache)
 
@@ -458,12 +458,12 @@ def _on_cpu(shard: Shard, whole: nn.Module, counts: frozenset[int], trial: Trial
     steps = InvariantSteps(shard, counts | {TRIED})
     _try(shard, steps, trial, TRIED)
     steps.counts = counts
-    if most_invariant_rows(shard.model) < REFILLED:
+    if most_invariant_rows(shard.model) < RECOMPUTED_ROWS:
         return steps
-    if isinstance(trial, CachedTrial) and not trial.has_passed(shard, REFILLED):
+    if isinstance(trial, CachedTrial) and not trial.has_passed(shard, RECOMPUTED_ROWS):
         steps.untried = trial  # the first answer does not wait for it
     else:
-        steps.try_refill(trial)
+        steps.try_recompute(trial)
     return steps
 
 
@@ -494,7 +494,7 @@ def _traced_attention(
 
 def _fill(steps: Steps, x: Tensor, cache: SpanCache, *, is_step: bool) -> None:
     if is_step:
-        steps.refill(x, cache)
+        steps.recompute(x, cache)
     else:
         steps.prefill(x, cache, 1)
 

@@ -22,7 +22,7 @@ from meshllm.protocol.planning.chunking import RankTimes, RingTimes
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.ring.plan_change import PREPARE_S
 from meshllm.protocol.session.messages import KvOffer
-from meshllm.protocol.session.stage import MAX_REFILL_ROWS
+from meshllm.protocol.session.stage import MAX_RECOMPUTE_ROWS
 from meshllm.transport.contract import Link
 
 AGAIN_S = 1.0  # s until new rows are sent, while another node has not taken the first ones
@@ -125,9 +125,9 @@ class KvHandover:
         place, stop = plan.rank(node) or 0, before.stages[before.rank(self._me) or 0].span.stop
         is_before = stop == plan.stages[place].span.stop < plan.layers
         times = self._host.times(plan)
-        refill_s = partial(_refill_s, times.ranks[place] if times else None, len(layers))
+        recompute_s = partial(_recompute_s, times.ranks[place] if times else None, len(layers))
         worker, next_layer = self._model.worker, stop if is_before else None
-        return KvSender(link, self._offer(plan), worker, rank, layers, next_layer, refill_s)
+        return KvSender(link, self._offer(plan), worker, rank, layers, next_layer, recompute_s)
 
     def take(self, link: IdleLink, peer: NodeId, offer: KvOffer) -> None:
         """Take over a link by which a node of the ring hands over its caches.
@@ -210,10 +210,10 @@ def next_owners(before: Plan, after: Plan, node: NodeId) -> dict[NodeId, range]:
     return found
 
 
-def _refill_s(times: RankTimes | None, layers: int, rows: range) -> float | None:
+def _recompute_s(times: RankTimes | None, layers: int, rows: range) -> float | None:
     """Return how long a rank computes rows of decode steps again in some layers, if known."""
     if times is None or not times.layers:
         return None
-    blocks = range(rows.start, rows.stop, MAX_REFILL_ROWS)
-    taken = (times.compute_s(min(MAX_REFILL_ROWS, rows.stop - at), at) for at in blocks)
+    blocks = range(rows.start, rows.stop, MAX_RECOMPUTE_ROWS)
+    taken = (times.compute_s(min(MAX_RECOMPUTE_ROWS, rows.stop - at), at) for at in blocks)
     return sum(taken) * layers / times.layers

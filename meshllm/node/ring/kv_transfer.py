@@ -74,12 +74,12 @@ class KvSender:
         rank: Rank,
         layers: Collection[int],
         next_layer: int | None,
-        refill_s: Callable[[range], float | None],
+        recompute_s: Callable[[range], float | None],
     ) -> None:
         """Send ``layers``, after the own ``offer``; and the rows that entered ``next_layer``.
 
         That one is the layer behind the rank, if the node is going to be the rank before it.
-        ``refill_s`` returns how long it would compute rows of these layers again, if that is known.
+        ``recompute_s`` returns how long it takes to recompute rows of these layers, if it is known.
         """
         self._link = link
         self._offer = offer
@@ -87,7 +87,7 @@ class KvSender:
         self._rank = rank
         self._layers = layers
         self._next_layer = next_layer
-        self._refill_s = refill_s
+        self._recompute_s = recompute_s
         self._sent: dict[SessionId, int] = {}
         self._ended = set[tuple[SessionId, int]]()  # layers of which no more rows are sent
         self._bytes = 0
@@ -165,7 +165,7 @@ class KvSender:
 
     def _is_sooner(self, rows: range) -> bool:
         """Whether the rest of a session is sent sooner than it is computed again."""
-        again_s = self._refill_s(rows)
+        again_s = self._recompute_s(rows)
         if again_s is None or not self.rows or self._bytes < MEASURED_BYTES:
             return True
         took_s = self._took_s + loop_time() - self._begin

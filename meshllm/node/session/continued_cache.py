@@ -1,4 +1,4 @@
-"""The KV cache that a session continues from: taken over, copied or new; cropped, and refilled."""
+"""The KV cache that a session continues from: taken over, copied or new; cropped, recomputed."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ def crop_cache(cache: SessionCache, length: int) -> None:
         raise CacheMiss(str(error)) from None
 
 
-def refill(
+def recompute(
     layers: SpanRunner,
     x: Tensor | None,
     cache: SessionCache,
@@ -55,9 +55,9 @@ def refill(
 ) -> Tensor | None:
     """Run rows only in the layers that lack them; raise `CacheMiss` if their input is unknown.
 
-    See `SpanRunner.refill`.
+    See `SpanRunner.recompute`.
     """
     try:
-        return layers.refill(x, cache, places, is_step=is_step, is_sent=is_sent)
+        return layers.recompute(x, cache, places, is_step=is_step, is_sent=is_sent)
     except ModelError as error:
         raise CacheMiss(str(error)) from None

@@ -59,7 +59,7 @@ from meshllm.protocol.session.messages import (
 )
 from meshllm.protocol.session.pace import Pace
 from meshllm.protocol.session.speculation import Speculation, Speculator
-from meshllm.protocol.session.stage import MAX_REFILL_ROWS
+from meshllm.protocol.session.stage import MAX_RECOMPUTE_ROWS
 from meshllm.request import FinishReason
 
 logger = logging.getLogger(__name__)
@@ -242,7 +242,7 @@ class EntryNode:
             given=len(order.given) if is_row_invariant else 0,
             context=self._runners.context,
             max_crop=self._config.max_crop,
-            refill_rows=MAX_REFILL_ROWS if is_row_invariant else MAX_STEP_ROWS,
+            recompute_rows=MAX_RECOMPUTE_ROWS if is_row_invariant else MAX_STEP_ROWS,
             keep_from=MIN_SHARED if self._uses_prefixes(order) else None,
             resumes=self._prefixes.index.resumes,
             is_own=is_owners(order.prefix_scope),
@@ -374,7 +374,7 @@ class EntryNode:
     def _forward(self, generation: Generation, action: Forward) -> None:
         assert self._neighbours is not None  # a ring of one forwards nothing
         message = action.message
-        if isinstance(message, Data) and not message.flags & (Flags.PREFILL | Flags.REFILL):
+        if isinstance(message, Data) and not message.flags & (Flags.PREFILL | Flags.RECOMPUTE):
             generation.gauge.left(loop_time(), message.pos + message.rows, size(message))
             is_lone = message.rows == 1 and self.sessions == 1 and not generation.embeds
             if is_lone and self._neighbours.helps and self._head and self._head.control.asks():

@@ -19,7 +19,7 @@ from meshllm.names import NodeId
 from meshllm.node.compute.gauge import Gauge, GenerationTimes
 from meshllm.node.compute.stopwatch import Stopwatch
 from meshllm.node.session.activation_codec import SessionEncoder
-from meshllm.node.session.continued_cache import CacheMiss, Start, crop_cache, refill
+from meshllm.node.session.continued_cache import CacheMiss, Start, crop_cache, recompute
 from meshllm.node.session.resume import ResumeKey, resumable
 from meshllm.node.session.split_head import LogitsRequest
 from meshllm.node.session.wire import error_of, opened_rows
@@ -229,7 +229,7 @@ class Generation:
     def recomputed_rows(self, job: Embed) -> int:
         """Return how many rows of a job were computed before the loss of an earlier ring."""
         order, end = self._order, job.pos + len(job.tokens)
-        if job.refills or not (order.given or order.resume):
+        if job.recomputes or not (order.given or order.resume):
             return 0
         held = order.resume.held if order.resume else None
         known = self.known_tokens - 1  # the last one was sampled only
@@ -293,8 +293,8 @@ class Generation:
         if self.closed.is_set():
             return None
         tokens = torch.tensor([job.tokens])  # [1, T]
-        if job.refills:
-            return self._refill(job, tokens, watch)
+        if job.recomputes:
+            return self._recompute(job, tokens, watch)
         cache = self._cropped(job.pos)
         if self.embeds and self._runners.head is None:
             output = self._runners.front.final_rows(tokens, cache)
@@ -315,11 +315,11 @@ class Generation:
         watch.serialised()
         return blob
 
-    def _refill(self, job: Embed, tokens: Tensor, watch: Stopwatch) -> Blob | None:
+    def _recompute(self, job: Embed, tokens: Tensor, watch: Stopwatch) -> Blob | None:
         """Compute rows only in the layers that lack them; return them if the next rank does."""
         places = range(job.pos, job.pos + len(job.tokens))
         front, cache, sent = self._runners.front, self._opened_cache(), self._feeds_lost
-        rows = refill(front, tokens, cache, places, is_step=job.is_step, is_sent=sent)
+        rows = recompute(front, tokens, cache, places, is_step=job.is_step, is_sent=sent)
         watch.computed()
         return None if rows is None else self._encoder.seal(rows, 0, is_step=False)
 

@@ -20,7 +20,7 @@ from meshllm.node.compute.batcher import Batcher, attempt, map_valid
 from meshllm.node.compute.stopwatch import Stopwatch
 from meshllm.node.compute.worker import Worker
 from meshllm.node.session.activation_codec import ActivationEncoder, SessionEncoder
-from meshllm.node.session.continued_cache import CacheMiss, crop_cache, refill
+from meshllm.node.session.continued_cache import CacheMiss, crop_cache, recompute
 from meshllm.node.session.ring_link import Neighbours
 from meshllm.node.session.wire import fault_code, opened, opened_rows, sealed
 from meshllm.node.timer import DeadlineTimer, loop_time
@@ -156,11 +156,11 @@ class StageNode:
 
     def _serve(self, job: Compute, watch: Stopwatch) -> None:
         served = partial(self._served, job, watch)
-        if job.is_step and not job.refills:
+        if job.is_step and not job.recomputes:
             told = (served, self._logits_done) if self._wants_logits(job) else (served,)
             self._steps.submit(job.session, (job, watch), *told)
         else:
-            run = self._refill if job.refills else self._prefill
+            run = self._recompute if job.recomputes else self._prefill
             self._steps.submit_alone(job.session, partial(self._alone, run, job, watch), served)
 
     def _served(self, job: Compute, watch: Stopwatch, result: Blob | Exception | None) -> None:
@@ -235,13 +235,13 @@ class StageNode:
         held, hidden = self._opened(job, watch)
         return self._sealed(job, held, self._runner.prefill(hidden, held.cache), watch)
 
-    def _refill(self, job: Compute, watch: Stopwatch) -> Blob | None:
+    def _recompute(self, job: Compute, watch: Stopwatch) -> Blob | None:
         watch.queued()
         held, places = self._session(job.session), range(job.pos, job.pos + job.rows)
         x = self._rows(job, held) if job.blob else None
         watch.serialised()
         steps, sent = job.is_step, job.keep > 0
-        rows = refill(self._runner, x, held.cache, places, is_step=steps, is_sent=sent)
+        rows = recompute(self._runner, x, held.cache, places, is_step=steps, is_sent=sent)
         watch.computed()
         return None if rows is None else held.encoder.seal(rows, 0, is_step=False)
 

@@ -29,7 +29,7 @@ class GenerationTask:
     given: int = 0
     """How many of the last tokens of the prompt were decode steps of an earlier ring. They are
     computed as such again, with the same bits."""
-    refill_rows: int = MAX_STEP_ROWS
+    recompute_rows: int = MAX_STEP_ROWS
     """Rows of decode steps that are computed again at a time, after a loss."""
     keep_from: int | None = None
     """Fewest positions that are worth keeping when the session ends; None keeps nothing."""
@@ -75,7 +75,7 @@ class Embed:
     larger ring all rows are returned."""
     is_step: bool = True
     """Rows of a decode step, each as if computed alone; else a chunk of the prompt."""
-    refills: bool = False
+    recomputes: bool = False
     """Do not crop: compute the rows only in the local layers that lack them. The rows that were
     sent to the next rank are returned, if it lacks them."""
 

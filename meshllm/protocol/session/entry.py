@@ -39,13 +39,13 @@ Gap like any other. What has been all round the ring by the end is kept likewise
 If the ring is lost, there is no Close: `interrupt` keeps what had been all round it, every stage
 keeps what it has, and the next attempt at the same answer continues from there like any prompt.
 If layers have moved to another node since, the Resume names them as lost, and the kept positions go
-round the ring once more as refills: in the chunks of the first time, so that the rows get the same
-bits, and computed in the lost layers only. A node that left may have handed over what they hold:
-then the Resume asks for how many positions all of them hold, and the refills start behind these
-when it is back. What follows is sent right behind. Decode steps are all
-known by then: many go into one message where each row has the same bits in any company, and up to
-`MAX_PENDING` messages are in flight, whatever the window, or the entry would wait for the way round
-the ring after every few rows.
+round the ring once more to be *recomputed*: in the chunks of the first time, so that the rows get
+the same bits, and in the lost layers only. A node that left may have handed over what they hold:
+then the Resume asks for how many positions all of them hold, and the recomputation starts behind
+these when it is back. What follows is sent right behind. Decode steps are all known by then: many
+go into one message where each row has the same bits in any company, and up to `MAX_PENDING`
+messages are in flight, whatever the window, or the entry would wait for the way round the ring
+after every few rows.
 
 Only results of the current gen count, and only those that end beyond ``done``: late and repeated
 ones are silently dropped. When a rank reports a Gap, or nothing came back for ``patience_s``
@@ -136,7 +136,7 @@ class Entry:
         self._steps: deque[tuple[int, ...]] = deque()  # guesses after those, to be injected
         self._tries = 0
         self._base: PrefixHit | None = None
-        self._refill = 0  # positions to compute again in the lost layers of the base
+        self._recompute = 0  # positions to compute again in the lost layers of the base
         self._is_asking = False  # how many of them these hold nevertheless
         self._chunks: list[Chunk] = []  # how the positions so far were computed
         self._is_told = False  # whether `take_chunks` has returned them as they are
@@ -188,7 +188,7 @@ class Entry:
     @property
     def lost(self) -> tuple[Span, ...]:
         """Layers whose caches are lost and have not been computed again."""
-        return self._base.lost if self._base and self._done < self._refill else ()
+        return self._base.lost if self._base and self._done < self._recompute else ()
 
     def open(self, now: float, base: PrefixHit | None = None) -> list[Action]:
         """Start, after the prefix ``base`` if given; the actions include the first Embed."""
@@ -197,7 +197,7 @@ class Entry:
         if base is None:
             return self._next_job()
         self.reused, self._chunks = base.length, list(base.chunks)
-        self._refill = base.length if base.lost else 0
+        self._recompute = base.length if base.lost else 0
         self._is_asking = base.held > 0 and task.ring > 1
         if not self._is_asking:
             self._begin_at(self._whole_chunks(base.held) if base.lost else base.length)
@@ -337,8 +337,8 @@ class Entry:
     def _start_embed(self) -> list[Action]:
         """Start the next Embed, if there are tokens to inject and the window has room."""
         pos, known = self._injected, len(self._tokens)
-        if pos < self._refill:
-            return self._start_refill(pos)
+        if pos < self._recompute:
+            return self._start_recompute(pos)
         is_step = pos >= max(known - 1, len(self._task.prompt))
         guesses = self._steps[0] if is_step and self._steps else ()
         tokens = (*self._tokens[pos : pos + self._rows_from(pos)], *guesses)
@@ -356,14 +356,15 @@ class Entry:
         self._job = Embed(self._gen, pos, tokens, guessed, is_step)
         return [self._job]
 
-    def _start_refill(self, pos: int) -> list[Action]:
+    def _start_recompute(self, pos: int) -> list[Action]:
         """Start the next Embed for the lost layers: the same chunk as before, or some steps."""
         chunk = next(each for each in self._chunks if each.stop > pos)
         if self._job or self._is_asking or len(self._flight) >= self._room(is_step=chunk.is_step):
             return []
-        stop = min(chunk.stop, pos + self._task.refill_rows if chunk.is_step else self._refill)
+        most = pos + self._task.recompute_rows if chunk.is_step else self._recompute
+        stop = min(chunk.stop, most)
         tokens, self._injected = tuple(self._tokens[pos:stop]), stop
-        self._job = Embed(self._gen, pos, tokens, 0, chunk.is_step, refills=True)
+        self._job = Embed(self._gen, pos, tokens, 0, chunk.is_step, recomputes=True)
         return [self._job]
 
     def _begin_at(self, pos: int) -> None:
@@ -412,11 +413,11 @@ class Entry:
         rows, flags = len(job.tokens), Flags(0)
         if not job.is_step:
             flags |= Flags.PREFILL
-        if job.refills:
-            flags |= Flags.REFILL
+        if job.recomputes:
+            flags |= Flags.RECOMPUTE
         if job.pos + rows >= len(self._tokens):
             flags |= Flags.NEED_ROW
-        if job.is_step and not job.refills and len(self._flight) == 1:
+        if job.is_step and not job.recomputes and len(self._flight) == 1:
             flags |= Flags.SETTLED
         return Data(self._task.session, self._task.epoch, self._gen, job.pos, rows, flags, blob)
 
@@ -459,7 +460,7 @@ class Entry:
         self._tries += 1
         self._is_told = self._is_asking = False
         first = min(start, self._done, len(self._tokens))
-        held, self._refill = max(self._injected, self._refill), 0
+        held, self._recompute = max(self._injected, self._recompute), 0
         self._done = self._injected = first if self._can_crop(held - first) else 0
         self.reused = min(self.reused, self._done)
         self._ahead = ()
@@ -471,8 +472,8 @@ class Entry:
 
     def _keepable(self, least: int | None) -> int:
         """Positions that are worth keeping, and that every rank has and can crop its cache to."""
-        known = max(min(self._done, len(self._tokens)), self._refill)
-        max_crop, out = self._task.max_crop, max(self._injected, self._refill) - known
+        known = max(min(self._done, len(self._tokens)), self._recompute)
+        max_crop, out = self._task.max_crop, max(self._injected, self._recompute) - known
         if self._base and not self._base.whole:
             least = least and max(least, self._base.length + 1)  # the base itself is still kept
         is_reached = max_crop is None or out <= min(max_crop, 1)

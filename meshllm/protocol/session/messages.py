@@ -70,7 +70,7 @@ class Flags(IntFlag):
     """Return rows to the entry: the last one of a chunk, all of a decode step; else none."""
     HELP = auto()
     """The last rank may also send its part of the logits, after the row of a step of one row."""
-    REFILL = auto()
+    RECOMPUTE = auto()
     """Compute the rows only in the layers that a `Resume` calls lost. Ranks whose last layer is
     followed by a lost one send the rows that they recorded, the others send none."""
     SETTLED = auto()
@@ -123,7 +123,7 @@ class Data:
     flags: Flags
     blob: Blob | None
     """``[1, rows, D]`` from rank to rank; back to the entry, ``[1, 1, D]`` for a chunk with
-    NEED_ROW, None for one without. None with REFILL if the next rank lacks none of the rows."""
+    NEED_ROW, None for one without. None with RECOMPUTE if the next rank lacks none of the rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,11 +155,11 @@ class Resume:
     whole: bool
     """Take over the cache of the base instead of copying it: no other session will want it."""
     lost: tuple[Span, ...] = ()
-    """Layers whose caches are lost, as they were on another node; Data with `Flags.REFILL` follow
-    that compute them again."""
+    """Layers whose caches are lost, as they were on another node; Data with `Flags.RECOMPUTE`
+    follow."""
     held: int = 0
     """Positions that the lost layers hold nevertheless. Each rank lowers it to what its own hold,
-    and the entry, which gets it back, refills from there on."""
+    and the entry, which gets it back, recomputes from there on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,11 @@ A session on a stage is (gen, kv_len, running rows, queue). One rule drives it, 
     Data, too many bytes wait    Fault(BUSY), likewise: rows arrive faster than they are computed
 
 A Resume may name lost layers: those that were on another node when their caches were computed. The
-refills that follow it are Data for which the driver runs only the layers that lack the rows, from
-rows that the rank before recorded when it sent them the first time. They neither crop nor grow:
-``kv_len`` is that of the Resume from the start, and rows behind it wait in the queue.
+positions to recompute follow it as Data for which the driver runs only the layers that lack the
+rows, from rows that the rank before recorded when it sent them the first time. They neither crop
+nor grow: ``kv_len`` is that of the Resume from the start, and rows behind it wait in the queue.
 
-    Refill, beyond kv_len        Fault(RULES)
+    Data to recompute, beyond kv_len    Fault(RULES)
 
 So no message ever rolls back: a rejected or repeated row is undone by the next write at its
 position. Gap, Fault, Cancel, Resume and Close are passed on round the ring to the entry, which
@@ -82,7 +82,7 @@ MAX_WAITING_BYTES = 512 << 20
 """Rows that run or wait on one rank, of all sessions: 32,768 rows of 8,192 bfloat16 values."""
 MOST_PATIENCE_S = 600.0  # an entry waits no longer for a result, before it asks again
 IDLE_S = MAX_PENDING * MOST_PATIENCE_S  # longer than an entry waits, be it a retry or many results
-MAX_REFILL_ROWS = 7 * MAX_STEP_ROWS  # of decode steps that are computed again; a few ms of a layer
+MAX_RECOMPUTE_ROWS = 7 * MAX_STEP_ROWS  # of decode steps, after a loss; a few ms of a layer
 MAX_CLOSED = 1024  # closed sessions remembered; Data is late by seconds, not by a thousand answers
 
 _HELP = Flags.NEED_ROW | Flags.HELP
@@ -104,13 +104,13 @@ class Compute:
     keep: int
     """How many of the last output rows to return; if 0, ``computed`` gets no blob."""
     blob: Blob | None
-    """``[1, rows, D]``; None is valid only if it refills, and no layer here needs them."""
+    """``[1, rows, D]``; None is valid only if it recomputes, and no layer here needs them."""
     is_step: bool
     """Rows of a decode step, which must be row-invariant: each as if it were computed alone."""
     helps: int | None = None
     """Gen of a step after whose row this rank's part of the logits may follow, if it has one: call
     ``helped`` with it, or not at all."""
-    refills: bool = False
+    recomputes: bool = False
     """Do not crop: run the rows only in the layers that lack them."""
 
 
@@ -155,7 +155,7 @@ class _SessionState:
     pending: deque[tuple[Data, Compute]] = field(default_factory=deque)
     tally: Tally = _EMPTY_TALLY
     feeds_lost: bool = False  # the layer after this rank's last is lost
-    has_missed: bool = False  # its cache is gone, and cannot be refilled any more
+    has_missed: bool = False  # its cache is gone, and cannot be recomputed any more
     settled: int = 0  # positions that no draft may take back
     base: tuple[SessionId, int] | None = None  # what it took over, and how many positions of it
     ends: deque[int] = field(default_factory=lambda: deque(maxlen=1 + MAX_PENDING))
@@ -252,12 +252,12 @@ class Stage:
             return []
         state, done = ran
         state.used = now
-        if not done.flags & Flags.REFILL:
+        if not done.flags & Flags.RECOMPUTE:
             state.grow(done)
         if done.gen < state.gen:
             return self._next(state)
         answer = replace(done, blob=blob)
-        if not done.flags & (Flags.PREFILL | Flags.REFILL):
+        if not done.flags & (Flags.PREFILL | Flags.RECOMPUTE):
             state.tally = _counted(state.tally, spent, size(answer))
         return [Forward(answer), *self._next(state)]
 
@@ -267,7 +267,7 @@ class Stage:
             return []
         state, missing = ran
         state.kv_len, state.has_missed = 0, True
-        state.pending = deque(item for item in state.pending if not item[1].refills)
+        state.pending = deque(item for item in state.pending if not item[1].recomputes)
         return [_gap(missing, 0), *self._next(state)]
 
     def failed(self, session: SessionId, code: FaultCode, text: str) -> list[Action]:
@@ -335,10 +335,10 @@ class Stage:
         if data.epoch > self.epoch:
             text = f"Rank {self._rank} is at epoch {self.epoch}, not {data.epoch}"
             return [self._fault(data, FaultCode.EPOCH, text)]
-        state, refills = self._sessions.get(session), bool(data.flags & Flags.REFILL)
+        state, recomputes = self._sessions.get(session), bool(data.flags & Flags.RECOMPUTE)
         if refusal := self._refusal(data, state):
             return self._refuse(data, *refusal)
-        if refills and (state is None or state.has_missed):  # it was on the way at the miss
+        if recomputes and (state is None or state.has_missed):  # it was on the way at the miss
             return [_gap(data, 0)]
         if state is None:
             if data.pos > 0:
@@ -355,7 +355,7 @@ class Stage:
             data.blob,
             is_step=not data.flags & Flags.PREFILL,
             helps=data.gen if self._is_last and _asks_for_help(data) else None,
-            refills=refills,
+            recomputes=recomputes,
         )
         return self._queue(state, data, compute)
 
@@ -364,9 +364,9 @@ class Stage:
         stop = data.pos + data.rows
         if broken := _violation(data):
             return broken, FaultCode.RULES
-        is_refill = data.flags & Flags.REFILL and state and not state.has_missed
-        if state and is_refill and stop > state.kv_len:
-            return f"Refill of positions up to {stop} of {state.kv_len}", FaultCode.RULES
+        is_recompute = data.flags & Flags.RECOMPUTE and state and not state.has_missed
+        if state and is_recompute and stop > state.kv_len:
+            return f"Data to recompute positions up to {stop} of {state.kv_len}", FaultCode.RULES
         if stop > self._context:
             text = f"Positions {data.pos} to {stop} exceed the context of {self._context}"
             return text, FaultCode.MODEL
@@ -445,7 +445,7 @@ class Stage:
         refused: list[Action] = []
         while state.pending:
             data, compute = state.pending.popleft()
-            if compute.refills:
+            if compute.recomputes:
                 state.running = data
                 return [*refused, compute]
             if data.pos > state.kv_len:
@@ -490,7 +490,7 @@ class Stage:
         return [*self._end(data.session), self._fault(data, code, text)]
 
     def _keep(self, data: Data, state: _SessionState) -> int:
-        if data.flags & Flags.REFILL:
+        if data.flags & Flags.RECOMPUTE:
             return data.rows if state.feeds_lost else 0
         if not self._is_last:
             return data.rows
@@ -546,7 +546,7 @@ def _asks_for_help(data: Data) -> bool:
 
 def _violation(data: Data) -> str:
     """Return which rule the rows of a message break; empty if none."""
-    most = MAX_REFILL_ROWS if data.flags & Flags.REFILL else MAX_STEP_ROWS
+    most = MAX_RECOMPUTE_ROWS if data.flags & Flags.RECOMPUTE else MAX_STEP_ROWS
     if data.rows > most and not data.flags & Flags.PREFILL:
         return f"Step of {data.rows} rows; the limit is {most}"
     return ""

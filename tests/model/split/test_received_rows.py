@@ -70,7 +70,7 @@ def test_the_next_step_has_the_same_bits(source: Source, blocks: int) -> None:
     assert mine.recorded(4, 0, COUNT + 1) is not None
 
 
-def test_what_was_not_handed_over_is_refilled(source: Source) -> None:
+def test_what_was_not_handed_over_is_recomputed(source: Source) -> None:
     x = hidden(source)
     before, cache = left(source, x[:, :6])
     before.step(x[:, 6:], cache)
@@ -79,7 +79,7 @@ def test_what_was_not_handed_over_is_refilled(source: Source) -> None:
     after.adopt([(mine, handed(cache, range(2, 4), 4, stop=6))])
 
     assert mine.length == 6
-    after.refill(x[:, 6:], mine, range(6, COUNT), is_step=True, is_sent=False)
+    after.recompute(x[:, 6:], mine, range(6, COUNT), is_step=True, is_sent=False)
 
     assert after.recomputed == (COUNT - 6) * 2
     step = x[:, -1:]
@@ -103,7 +103,7 @@ def test_a_new_piece_takes_them_beside_what_the_rank_had(source: Source) -> None
     # What entered layer 3 is recorded from here on; before, it is computed in the new layer.
     assert mine.recorded(3, COUNT, COUNT + 1) is not None
     assert mine.recorded(3, 0, 1) is None
-    again = after.refill(None, mine, range(COUNT), is_step=False, is_sent=True)
+    again = after.recompute(None, mine, range(COUNT), is_step=False, is_sent=True)
     assert again is not None
     assert torch.equal(again, whole.prefill(TOKENS, whole.new_cache()))
     assert after.recomputed == COUNT

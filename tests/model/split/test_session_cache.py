@@ -187,7 +187,7 @@ def test_a_branch_lacks_the_layers_that_its_cache_lacks(source: Source) -> None:
     branch = cache.branch(4)
 
     assert [part.length for part in branch.parts] == [4, 0]
-    again = after.refill(None, branch, range(4), is_step=False, is_sent=True)
+    again = after.recompute(None, branch, range(4), is_step=False, is_sent=True)
     assert again is not None
     assert torch.equal(again, whole.prefill(TOKENS[:, :4], whole.new_cache()))
 
@@ -209,7 +209,7 @@ def test_rows_of_moved_sessions_count_and_those_of_no_layer_here_go(source: Sour
     assert cache.sent == {}  # behind layer 4
 
 
-def test_a_refill_computes_only_the_pieces_that_lack_the_rows(source: Source) -> None:
+def test_recomputation_computes_only_the_pieces_that_lack_the_rows(source: Source) -> None:
     before, after = span_runner(source, "0:2"), span_runner(source, "0:2", "2:4")
     whole = span_runner(source, "0:4")
     cache, right = before.new_cache(), whole.new_cache()
@@ -219,7 +219,7 @@ def test_a_refill_computes_only_the_pieces_that_lack_the_rows(source: Source) ->
 
     after.regroup(cache)
     assert cache.length == 0
-    again = after.refill(None, cache, range(TOKENS.shape[1]), is_step=False, is_sent=True)
+    again = after.recompute(None, cache, range(TOKENS.shape[1]), is_step=False, is_sent=True)
     assert again is not None
     assert torch.equal(again, rows)
     assert cache.parts[0].layers[1].keys.data_ptr() == keys
@@ -247,7 +247,7 @@ def test_an_output_that_nobody_needs_is_not_computed(
 
     monkeypatch.setattr(after.pieces[0], "fill", noted)
     places = range(TOKENS.shape[1])
-    assert after.refill(rows, cache, places, is_step=False, is_sent=False) is None
+    assert after.recompute(rows, cache, places, is_step=False, is_sent=False) is None
 
     assert filled == [len(places)]
     assert torch.equal(after.step(step, cache), whole.step(step, right))
@@ -262,14 +262,14 @@ def test_an_output_is_recorded_for_the_next_loss_even_if_nobody_needs_it_now(
     before.prefill(TOKENS, cache)
     after.regroup(cache)
 
-    assert after.refill(None, cache, places, is_step=False, is_sent=False) is None
+    assert after.recompute(None, cache, places, is_step=False, is_sent=False) is None
 
     known = cache.recorded(4, 0, len(places))
     assert known is not None
     assert torch.equal(known, whole.prefill(TOKENS, whole.new_cache()))
 
 
-def test_a_refill_without_the_rows_before_a_lost_layer_is_refused(source: Source) -> None:
+def test_recomputation_without_the_rows_before_a_lost_layer_is_refused(source: Source) -> None:
     before, after = span_runner(source, "0:2"), span_runner(source, "0:2", "2:4")
     cache = before.new_cache()
     before.prefill(TOKENS, cache)
@@ -277,23 +277,23 @@ def test_a_refill_without_the_rows_before_a_lost_layer_is_refused(source: Source
     after.regroup(cache)
 
     with pytest.raises(ModelError, match="layers 0:2"):
-        after.refill(None, cache, range(4), is_step=False, is_sent=True)
+        after.recompute(None, cache, range(4), is_step=False, is_sent=True)
 
 
-def test_a_refill_that_was_cut_off_goes_on(source: Source) -> None:
+def test_recomputation_that_was_cut_off_goes_on(source: Source) -> None:
     before, after = span_runner(source, "0:2"), span_runner(source, "0:2", "2:4")
     whole = span_runner(source, "0:4")
     cache, right = before.new_cache(), whole.new_cache()
     before.prefill(TOKENS, cache)
     whole.prefill(TOKENS[:, :4], right)
     after.regroup(cache)
-    after.refill(None, cache, range(2), is_step=False, is_sent=True)
+    after.recompute(None, cache, range(2), is_step=False, is_sent=True)
 
-    rows = after.refill(None, cache, range(4), is_step=False, is_sent=True)
+    rows = after.recompute(None, cache, range(4), is_step=False, is_sent=True)
     assert rows is not None
     assert rows.shape == (1, 4, 64)
     with pytest.raises(ModelError, match="Cannot crop"):
-        after.refill(None, cache, range(7, 9), is_step=False, is_sent=True)
+        after.recompute(None, cache, range(7, 9), is_step=False, is_sent=True)
 
 
 def test_an_output_that_is_not_sent_need_not_be_known(source: Source) -> None:
@@ -302,10 +302,10 @@ def test_an_output_that_is_not_sent_need_not_be_known(source: Source) -> None:
     runner.prefill(TOKENS, cache)
     cache.sent.clear()
 
-    assert runner.refill(None, cache, range(4), is_step=False, is_sent=False) is None
+    assert runner.recompute(None, cache, range(4), is_step=False, is_sent=False) is None
     assert runner.recomputed == 0
     with pytest.raises(ModelError, match="Nothing to compute layers 0:2"):
-        runner.refill(None, cache, range(4), is_step=False, is_sent=True)
+        runner.recompute(None, cache, range(4), is_step=False, is_sent=True)
 
 
 @pytest.mark.parametrize("is_sent", [True, False])
@@ -318,7 +318,7 @@ def test_layers_run_again_for_an_output_that_is_sent_and_was_not_recorded(
     before.prefill(first.prefill(TOKENS, first.new_cache()), cache)
     after.regroup(cache)
 
-    output = after.refill(TOKENS, cache, range(count), is_step=False, is_sent=is_sent)
+    output = after.recompute(TOKENS, cache, range(count), is_step=False, is_sent=is_sent)
 
     assert after.recomputed == count * (2 if is_sent else 1)
     assert cache.length == count

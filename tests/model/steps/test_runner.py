@@ -32,7 +32,7 @@ from meshllm.model.steps import strategies, trial
 from meshllm.model.steps.execution import Strategy, forecast
 from meshllm.model.steps.load import load_shard
 from meshllm.model.steps.runner import Runner
-from meshllm.model.steps.strategies import REFILLED, InvariantSteps, ReplayedSteps
+from meshllm.model.steps.strategies import RECOMPUTED_ROWS, InvariantSteps, ReplayedSteps
 from meshllm.model.steps.trial import TRIED, CachedTrial, skip_trial
 from meshllm.names import Quant, Span
 from meshllm.testing.models import tiny_model
@@ -83,7 +83,7 @@ def test_rows_in_one_pass_equal_single_rows(tmp_path: Path, family: str) -> None
     assert (alone.length, together.length) == (43, 43)
 
 
-AGAIN = [REFILLED, 2 * MOST_ROWS + 4, 1]
+AGAIN = [RECOMPUTED_ROWS, 2 * MOST_ROWS + 4, 1]
 """Rows that are computed again together: in one pass where the kernels allow, else in several."""
 SHORT = {"gpt2": [2 * MOST_ROWS + 4, MOST_ROWS, 1]}
 """The same, of families with few positions."""
@@ -102,7 +102,7 @@ def test_rows_that_are_computed_again_equal_steps(
     steps, again = filled(runner, 3), filled(runner, 3)
     before = torch.cat([runner.step(row, steps) for row in torch.split(tokens, 1, 1)], 1)
 
-    after = [runner.refill(part, again) for part in torch.split(tokens, counts, 1)]
+    after = [runner.recompute(part, again) for part in torch.split(tokens, counts, 1)]
 
     assert torch.equal(torch.cat(after, 1), before)
     assert again.length == steps.length == 3 + len(tokens[0])
@@ -118,7 +118,7 @@ def test_caches_can_be_filled_without_the_output(
     runner = runner_of(tmp_path, family, torch.bfloat16, counts)
     tokens, behind = ids(2 * MOST_ROWS + 4, seed=1), ids(5, seed=2)
     whole, again = filled(runner, 3), filled(runner, 3)
-    runner.refill(tokens, whole) if is_step else runner.prefill(tokens, whole)
+    runner.recompute(tokens, whole) if is_step else runner.prefill(tokens, whole)
 
     runner.fill(tokens, again, is_step=is_step)
 
@@ -130,7 +130,7 @@ def test_caches_can_be_filled_without_the_output(
 def test_filled_caches_cost_no_products_behind_the_last_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_step: bool
 ) -> None:
-    monkeypatch.setattr(strategies, "most_invariant_rows", lambda _: REFILLED)
+    monkeypatch.setattr(strategies, "most_invariant_rows", lambda _: RECOMPUTED_ROWS)
     source = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16)
     shard = load_shard(source, Span(0, 6), embed=True, head=True)
     runner = Runner(shard, COUNTS, skip_trial)
@@ -144,7 +144,7 @@ def test_filled_caches_cost_no_products_behind_the_last_keys(
         module = shard.layer(layer).get_submodule(name)
         module.register_forward_hook(partial(note, (layer, name)))
 
-    runner.fill(ids(REFILLED), cache, is_step=is_step)
+    runner.fill(ids(RECOMPUTED_ROWS), cache, is_step=is_step)
 
     names = [name for layer, name in ran if layer == 5]
     assert names == ["self_attn.k_proj"]
@@ -171,7 +171,7 @@ def test_rows_of_a_real_model_that_are_computed_again_equal_steps(quant: Quant) 
     assert torch.equal(runner.prefill(prompt, steps), runner.prefill(prompt, again))
     before = [runner.step(row, steps) for row in torch.split(text, 1, 1)]
 
-    after = [runner.refill(part, again) for part in torch.split(text, REFILLED, 1)]
+    after = [runner.recompute(part, again) for part in torch.split(text, RECOMPUTED_ROWS, 1)]
 
     assert torch.equal(torch.cat(after, 1), torch.cat(before, 1))
 
@@ -182,7 +182,7 @@ def test_many_rows_are_tried_after_load_unless_they_were(
 ) -> None:
     source, tried = tiny_model(tmp_path / "model", dtype=torch.bfloat16), list[int]()
     shard = load_shard(source, Span(0, 6), embed=True, head=False)
-    monkeypatch.setattr(strategies, "most_invariant_rows", lambda _: REFILLED)
+    monkeypatch.setattr(strategies, "most_invariant_rows", lambda _: RECOMPUTED_ROWS)
     if not is_replayed:
         monkeypatch.setattr(strategies, "REPLAYED_BYTES", 0)
 
@@ -196,7 +196,7 @@ def test_many_rows_are_tried_after_load_unless_they_were(
     runner = Runner(shard, (2,), CachedTrial(tmp_path / "cache"))
     steps = runner.steps.inner if isinstance(runner.steps, ReplayedSteps) else runner.steps
     assert isinstance(steps, InvariantSteps)
-    before, between = (steps.counts, steps.most_refilled, list(tried)), list[frozenset[int]]()
+    before, between = (steps.counts, steps.most_recomputed, list(tried)), list[frozenset[int]]()
     with pausing(lambda: between.append(steps.counts)):
         warmed_up = [list(runner.warm_up_steps()) for _ in range(2)]
     again = Runner(
@@ -209,11 +209,11 @@ def test_many_rows_are_tried_after_load_unless_they_were(
     assert isinstance(runner.steps, ReplayedSteps) is is_replayed
     assert before == (frozenset((1, 2)), MOST_ROWS, [TRIED])
     assert len(warmed_up[0]) > len(warmed_up[1]) == 0
-    assert (steps.counts, steps.most_refilled) == (frozenset((1, 2)), REFILLED)
-    assert tried == [TRIED, REFILLED]
+    assert (steps.counts, steps.most_recomputed) == (frozenset((1, 2)), RECOMPUTED_ROWS)
+    assert tried == [TRIED, RECOMPUTED_ROWS]
     assert between == [frozenset((1, 2))]
     assert isinstance(next_steps, InvariantSteps)
-    assert next_steps.most_refilled == REFILLED
+    assert next_steps.most_recomputed == RECOMPUTED_ROWS
 
 
 @pytest.mark.parametrize("reason", ["", "they differ"])
@@ -222,8 +222,8 @@ def test_many_rows_are_computed_again_in_one_pass_only_if_that_was_tried(
 ) -> None:
     source, passes, run = tiny_model(tmp_path, dtype=torch.bfloat16), [], InvariantSteps.run
     shard = load_shard(source, Span(0, 6), embed=True, head=False)
-    monkeypatch.setattr(strategies, "most_invariant_rows", lambda _: REFILLED)
-    runner = Runner(shard, (2,), lambda _, __, most: reason if most == REFILLED else "")
+    monkeypatch.setattr(strategies, "most_invariant_rows", lambda _: RECOMPUTED_ROWS)
+    runner = Runner(shard, (2,), lambda _, __, most: reason if most == RECOMPUTED_ROWS else "")
     cache = filled(runner, 3)
 
     def noted(steps: InvariantSteps, x: Tensor, *rest: Any) -> Tensor:
@@ -231,21 +231,21 @@ def test_many_rows_are_computed_again_in_one_pass_only_if_that_was_tried(
         return run(steps, x, *rest)
 
     monkeypatch.setattr(InvariantSteps, "run", noted)
-    runner.refill(ids(REFILLED + 1), cache)
+    runner.recompute(ids(RECOMPUTED_ROWS + 1), cache)
 
-    assert passes == ([MOST_ROWS] * 7 if reason else [REFILLED])  # one row is a step
+    assert passes == ([MOST_ROWS] * 7 if reason else [RECOMPUTED_ROWS])  # one row is a step
     assert runner.is_row_invariant
 
 
 def test_a_model_with_few_positions_is_row_invariant_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(strategies, "most_invariant_rows", lambda _: REFILLED)
+    monkeypatch.setattr(strategies, "most_invariant_rows", lambda _: RECOMPUTED_ROWS)
 
     runner = runner_of(tmp_path, "gpt2", torch.bfloat16)
 
     assert runner.is_row_invariant
-    assert runner.refill(ids(MOST_ROWS + 1), filled(runner, 3)).shape[1] == MOST_ROWS + 1
+    assert runner.recompute(ids(MOST_ROWS + 1), filled(runner, 3)).shape[1] == MOST_ROWS + 1
 
 
 def test_matrices_without_a_kernel_of_ours_limit_the_rows_of_a_pass(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from meshllm.errors import LinkLost
 from meshllm.names import NodeId, SessionId, Span
-from meshllm.node.ring.kv_handover import _refill_s
+from meshllm.node.ring.kv_handover import _recompute_s
 from meshllm.node.ring.kv_transfer import KvSender
 from meshllm.node.session.wire import sealed
 from meshllm.protocol.planning.chunking import RankTimes
@@ -20,7 +20,7 @@ from meshllm.protocol.ring.plan_change import PREPARE_S
 from meshllm.protocol.session.blob import session_key
 from meshllm.protocol.session.codec import decode, encode
 from meshllm.protocol.session.messages import KvOffer, KvRows
-from meshllm.protocol.session.stage import MAX_REFILL_ROWS
+from meshllm.protocol.session.stage import MAX_RECOMPUTE_ROWS
 from meshllm.testing.clock import run_virtual
 from meshllm.transport.contract import Channel, Link
 from tests.builders.offers import A, B, C, D, offer
@@ -203,13 +203,13 @@ def test_an_offer_of_a_stranger_waits_for_nothing(world: World) -> None:
 @pytest.mark.parametrize(("layers", "rows"), [(2, 40), (4, 300)])
 def test_the_time_to_compute_rows_again_is_that_of_their_layers(layers: int, rows: int) -> None:
     times = RankTimes(offer(A, 6, ms=10), 4.0, LinkSpeed(0.0))
-    blocks = [(at, min(MAX_REFILL_ROWS, rows - at)) for at in range(0, rows, MAX_REFILL_ROWS)]
+    blocks = [(at, min(MAX_RECOMPUTE_ROWS, rows - at)) for at in range(0, rows, MAX_RECOMPUTE_ROWS)]
 
-    taken = _refill_s(times, layers, range(rows))
+    taken = _recompute_s(times, layers, range(rows))
 
     assert taken == pytest.approx(sum(times.compute_s(n, at) for at, n in blocks) * layers / 4)
-    assert _refill_s(None, layers, range(rows)) is None
-    assert _refill_s(replace(times, layers=0.0), layers, range(rows)) is None
+    assert _recompute_s(None, layers, range(rows)) is None
+    assert _recompute_s(replace(times, layers=0.0), layers, range(rows)) is None
 
 
 def test_an_offer_for_a_plan_that_never_comes_ends(world: World) -> None:

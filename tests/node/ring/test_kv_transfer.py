@@ -128,14 +128,14 @@ class Peer:
 def send(
     rank: Rank,
     peer: Peer,
-    refill_s: Callable[[range], float | None] = lambda _: None,
+    recompute_s: Callable[[range], float | None] = lambda _: None,
     next_layer: int | None = 4,
 ) -> int:
     """Hand over the sessions of a rank; return how many rows."""
 
     async def ours(link: Link) -> int:
         worker = Worker(InlineExecutor())
-        sender = KvSender(link, OFFER, worker, rank, LAYERS, next_layer, refill_s)
+        sender = KvSender(link, OFFER, worker, rank, LAYERS, next_layer, recompute_s)
         await sender.catch_up()
         return sender.rows
 
@@ -251,11 +251,11 @@ def test_rows_that_are_computed_sooner_are_not_sent(
     length = 4 * BLOCK_ROWS
     peer, asked = Peer(), list[range]()
 
-    def refill_s(rows: range) -> float:
+    def recompute_s(rows: range) -> float:
         asked.append(rows)
         return 0.0 if is_slow else 1000.0
 
-    sent = send(Rank({ONE: cache_of(length)}), peer, refill_s)
+    sent = send(Rank({ONE: cache_of(length)}), peer, recompute_s)
 
     assert sent == (BLOCK_ROWS if is_slow else length)
     assert asked[0] == range(length)

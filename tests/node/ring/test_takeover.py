@@ -62,7 +62,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> Rows:
 
     def counted_build(self: Runner, *what: object) -> None:
         build(self, *what)  # type: ignore[arg-type]
-        step_many, refill, fill = self.step_many, self.refill, self.fill
+        step_many, recompute, fill = self.step_many, self.recompute, self.fill
 
         def counted_steps(
             parts: Sequence[Tensor], caches: Sequence[SpanCache | None]
@@ -70,15 +70,15 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> Rows:
             count(self, sum(part.shape[1] for part in parts))
             return step_many(parts, caches)
 
-        def counted_refill(x: Tensor, cache: SpanCache) -> Tensor:
+        def counted_recompute(x: Tensor, cache: SpanCache) -> Tensor:
             count(self, x.shape[1])
-            return refill(x, cache)
+            return recompute(x, cache)
 
         def counted_fill(x: Tensor, cache: SpanCache, *, is_step: bool) -> None:
             count(self, x.shape[1])
             fill(x, cache, is_step=is_step)
 
-        self.step_many, self.refill, self.fill = counted_steps, counted_refill, counted_fill
+        self.step_many, self.recompute, self.fill = counted_steps, counted_recompute, counted_fill
         self.step = lambda x, cache: counted_steps([x], [cache])[0]
 
     monkeypatch.setattr(Runner, "prefill", counted_prefill)

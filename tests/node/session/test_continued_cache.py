@@ -10,7 +10,7 @@ from meshllm.errors import ModelError
 from meshllm.model.split.session_cache import SessionCache
 from meshllm.model.steps.runner import SpanRunner
 from meshllm.names import SessionId
-from meshllm.node.session.continued_cache import CacheMiss, crop_cache, refill, start_from
+from meshllm.node.session.continued_cache import CacheMiss, crop_cache, recompute, start_from
 from meshllm.protocol.kv_cache.prefix_index import PrefixHit
 from tests.builders.session import CountedCache
 
@@ -32,7 +32,7 @@ class Layers:
         self.is_known = is_known
         self.asked: list[tuple[range, bool, bool]] = []
 
-    def refill(self, x: Tensor, _cache: object, places: range, **kind: Any) -> Tensor:
+    def recompute(self, x: Tensor, _cache: object, places: range, **kind: Any) -> Tensor:
         self.asked.append((places, kind["is_step"], kind["is_sent"]))
         if not self.is_known:
             raise ModelError("the rows before are unknown")
@@ -81,10 +81,10 @@ def test_a_cache_that_is_shorter_is_missed() -> None:
         crop_cache(counted(9), 10)
 
 
-def test_layers_that_lack_rows_are_refilled() -> None:
+def test_layers_that_lack_rows_are_recomputed() -> None:
     layers = Layers(is_known=True)
 
-    rows = refill(
+    rows = recompute(
         cast("SpanRunner", layers), ROW, counted(9), range(3, 4), is_step=True, is_sent=False
     )
 
@@ -97,4 +97,4 @@ def test_rows_whose_input_is_unknown_are_missed() -> None:
     layers = cast("SpanRunner", Layers(is_known=False))
 
     with pytest.raises(CacheMiss, match="unknown"):
-        refill(layers, ROW, counted(9), range(3, 4), is_step=False, is_sent=True)
+        recompute(layers, ROW, counted(9), range(3, 4), is_step=False, is_sent=True)

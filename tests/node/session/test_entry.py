@@ -483,7 +483,7 @@ async def test_an_entry_that_has_nothing_asks_others_for_their_caches_at_first(
         entry.answer = hear
         asked = replace(order(1, 2, 3, given=(4,)), resume=Resumable("ab" * 16, (3,)))
 
-        with suppress(MeshError):  # these layers cannot refill
+        with suppress(MeshError):  # these layers cannot recompute
             await entry.read(entry.node.generate(asked))
 
     found = [(each.length, each.lost) for each in heard if isinstance(each, Resume)]

@@ -455,7 +455,7 @@ def test_a_pace_beyond_the_limits_is_refused(chunk: int, window: int, words: str
         Pace(chunk=chunk, window=window)
 
 
-def test_a_cache_that_cannot_be_cropped_is_refilled_from_the_start() -> None:
+def test_a_cache_that_cannot_be_cropped_is_recomputed_from_the_start() -> None:
     entry = Entry(replace(TASK, prompt=(11, 12, 13), max_crop=0), PACE)
     entry.open(0.0)
     entry.computed(blob(2), 0.1)

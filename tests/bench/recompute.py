@@ -1,10 +1,10 @@
-"""What computing the caches of lost layers again costs: ``python -m tests.bench.refill``.
+"""What recomputing the caches of lost layers costs: ``python -m tests.bench.recompute``.
 
 The first table has the CPU time of a row in a layer, by part, of random models, on one thread: of
-decode steps, `MOST_ROWS` at a time as drafts are verified and `REFILLED` as after a loss, and of
-chunks of a prompt. All have the same rows, behind nothing. Of a part, only its share of the time
-counts, as timing each call takes time too. The last column is the least that the matrices can take:
-their products at the rate of the fastest of them.
+decode steps, `MOST_ROWS` at a time as drafts are verified and `RECOMPUTED_ROWS` as after a loss,
+and of chunks of a prompt. All have the same rows, behind nothing. Of a part, only its share of the
+time counts, as timing each call takes time too. The last column is the least that the matrices can
+take: their products at the rate of the fastest of them.
 
 The second table has the CPU time of rings of three in this process, over all nodes: to the first
 token of a prompt, and from the loss of the middle rank to the next token, whose layers the others
@@ -45,7 +45,7 @@ from meshllm.model.modules.linear_bf16 import MOST_ROWS, CompiledLinear
 from meshllm.model.split.kv_cache import SpanCache
 from meshllm.model.steps.load import load_shard
 from meshllm.model.steps.runner import Runner
-from meshllm.model.steps.strategies import REFILLED, InvariantSteps, ReplayedSteps
+from meshllm.model.steps.strategies import RECOMPUTED_ROWS, InvariantSteps, ReplayedSteps
 from meshllm.names import Span
 from meshllm.node.session.generation import GenerationRequest, Token
 from meshllm.request import Resumable, Sampling
@@ -164,7 +164,7 @@ def measure(folder: Path, name: str, count: int) -> Iterator[Kind]:
     rows = rows.to(torch.bfloat16)
     kinds: list[tuple[str, int, Run, Run]] = [
         ("steps", MOST_ROWS, runner.step, partial(eager, inner)),
-        ("steps again", inner.most_refilled, runner.refill, runner.refill),
+        ("steps again", inner.most_recomputed, runner.recompute, runner.recompute),
         ("prompt", PROMPT_ROWS, runner.prefill, runner.prefill),
     ]
     for kind, each, run, traced in kinds:
@@ -198,7 +198,7 @@ def least_us(linears: list[CompiledLinear]) -> float:
     """Return the microseconds of a row in the matrices of a layer, at the rate of the fastest."""
     rates = []
     for linear in linears:
-        x = torch.randn(REFILLED, linear.in_features).to(torch.bfloat16)
+        x = torch.randn(RECOMPUTED_ROWS, linear.in_features).to(torch.bfloat16)
         linear(x)
         spent = []
         for _ in range(20):
@@ -353,7 +353,7 @@ def tables(options: Namespace, report: Report) -> list[Kind | Recovery | Leave]:
 
 def main() -> None:
     """Print the tables."""
-    parser = parser_of("refill", __doc__)
+    parser = parser_of("recompute", __doc__)
     parser.add_argument("--rows", type=int, default=1500, metavar="N", help="of a session")
     parser.add_argument("--prompt", type=int, default=2000, metavar="TOKENS")
     options = parser.parse_args()

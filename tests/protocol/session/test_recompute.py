@@ -1,4 +1,4 @@
-"""Refills: after a loss, kept positions go round once more, for the lost layers only."""
+"""After a loss, kept positions go round once more, for the lost layers only."""
 
 from collections import deque
 from dataclasses import replace
@@ -24,7 +24,7 @@ from meshllm.protocol.session.messages import (
 )
 from meshllm.protocol.session.stage import (
     MAX_PENDING,
-    MAX_REFILL_ROWS,
+    MAX_RECOMPUTE_ROWS,
     Adopt,
     Compute,
     Free,
@@ -39,34 +39,34 @@ CHUNKS = (Chunk(2, is_step=False), Chunk(4, is_step=True))
 BASE = replace(e.BASE, length=4, chunks=CHUNKS, lost=LOST)
 
 
-def refill_of(pos: int, tokens: tuple[int, ...], *, is_step: bool, gen: int = 0) -> Embed:
-    return Embed(gen, pos, tokens, 0, is_step, refills=True)
+def recompute_of(pos: int, tokens: tuple[int, ...], *, is_step: bool, gen: int = 0) -> Embed:
+    return Embed(gen, pos, tokens, 0, is_step, recomputes=True)
 
 
 def begun(base: PrefixHit = BASE) -> Entry:
     entry = Entry(e.TASK, e.PACE)
     resume = Resume(e.SESSION, e.EPOCH, base.session, base.length, whole=True, lost=LOST)
-    assert entry.open(0.0, base) == [Forward(resume), refill_of(0, (11, 12), is_step=False)]
+    assert entry.open(0.0, base) == [Forward(resume), recompute_of(0, (11, 12), is_step=False)]
     return entry
 
 
-def test_the_entry_refills_in_the_chunks_of_the_first_time() -> None:
+def test_the_entry_recomputes_in_the_chunks_of_the_first_time() -> None:
     entry = begun()
 
     assert entry.computed(e.blob(2), 0.1) == [
-        e.sent(0, 2, Flags.PREFILL | Flags.REFILL),
-        refill_of(2, (13, 14), is_step=True),
+        e.sent(0, 2, Flags.PREFILL | Flags.RECOMPUTE),
+        recompute_of(2, (13, 14), is_step=True),
     ]
-    assert entry.computed(e.blob(2), 0.2) == [e.sent(2, 2, Flags.REFILL)]
+    assert entry.computed(e.blob(2), 0.2) == [e.sent(2, 2, Flags.RECOMPUTE)]
     before = entry.lost
-    # The window of 2 is full; what follows the refills does not wait for the last of them.
+    # The window of 2 is full; what follows does not wait for the last of them.
     assert entry.receive(e.back(0, 2), 0.3) == [Progress(2, 5), e.chunk(0, 4, (15,))]
     assert entry.computed(e.blob(1), 0.4) == [e.sent(4, 1, e.LAST_CHUNK)]
     entry.receive(e.back(2, 2), 0.5)
     assert (before, entry.lost, entry.reused) == (LOST, (), 4)
 
 
-def test_a_gap_during_refills_computes_all_layers() -> None:
+def test_a_gap_during_recomputation_computes_all_layers() -> None:
     entry = begun()
     entry.computed(e.blob(2), 0.1)
     entry.computed(e.blob(2), 0.2)
@@ -78,7 +78,7 @@ def test_a_gap_during_refills_computes_all_layers() -> None:
     assert (entry.lost, entry.reused) == ((), 0)
 
 
-def test_a_second_loss_during_refills_keeps_all_positions_and_what_is_lost() -> None:
+def test_a_second_loss_during_recomputation_keeps_all_positions_and_what_is_lost() -> None:
     entry = begun()
     entry.computed(e.blob(2), 0.1)
     entry.receive(e.back(0, 2), 0.2)
@@ -90,10 +90,10 @@ def test_a_second_loss_during_refills_keeps_all_positions_and_what_is_lost() -> 
 
 
 @pytest.mark.parametrize(("most", "rows"), [(17, [1, 17, 17, 5]), (40, [1, 39])])
-def test_steps_are_refilled_so_many_at_a_time(most: int, rows: list[int]) -> None:
+def test_steps_are_recomputed_so_many_at_a_time(most: int, rows: list[int]) -> None:
     chunks = (Chunk(1, is_step=False), Chunk(40, is_step=True))
     prompt = tuple(range(41))
-    entry = Entry(replace(e.TASK, prompt=prompt, refill_rows=most), e.PACE)
+    entry = Entry(replace(e.TASK, prompt=prompt, recompute_rows=most), e.PACE)
     entry.open(0.0, replace(BASE, length=40, chunks=chunks))
 
     sent, end = list[int](), 0
@@ -110,17 +110,17 @@ STEPS = 24 * MAX_STEP_ROWS + 1
 
 
 def resumed(most: int = MAX_STEP_ROWS) -> tuple[Entry, Embed]:
-    """An answer of a prompt of one token and so many steps, and its first refill."""
+    """An answer of a prompt of one token and so many steps, and its first job."""
     chunks = (Chunk(1, is_step=False), Chunk(STEPS, is_step=True))
     prompt = tuple(range(STEPS + 1))
-    task = replace(e.TASK, prompt=prompt, given=STEPS, context=1024, refill_rows=most)
+    task = replace(e.TASK, prompt=prompt, given=STEPS, context=1024, recompute_rows=most)
     entry = Entry(task, replace(e.PACE, chunk=256))
     *_, job = entry.open(0.0, replace(BASE, length=STEPS, chunks=chunks))
     assert isinstance(job, Embed)
     return entry, job
 
 
-def test_refills_of_steps_fill_the_queues_of_the_ranks_whatever_the_window() -> None:
+def test_steps_to_recompute_fill_the_queues_of_the_ranks_whatever_the_window() -> None:
     entry, job = resumed()
     jobs, actions = [job], entry.computed(e.blob(1), 0.0)
     while isinstance(following := actions[-1], Embed):
@@ -131,12 +131,12 @@ def test_refills_of_steps_fill_the_queues_of_the_ranks_whatever_the_window() -> 
     assert all(each.is_step and len(each.tokens) == MAX_STEP_ROWS for each in jobs[1:])
 
 
-@pytest.mark.parametrize("most", [MAX_STEP_ROWS, MAX_REFILL_ROWS])
+@pytest.mark.parametrize("most", [MAX_STEP_ROWS, MAX_RECOMPUTE_ROWS])
 @pytest.mark.parametrize("trip", [2, 10])
 def test_the_entry_waits_for_the_way_round_the_ring_once_not_after_every_few_rows(
     trip: int, most: int
 ) -> None:
-    """In units of what a rank takes for a refill; the row that gives the next token is the last."""
+    """In units of what a rank takes to recompute; the row that gives the next token is the last."""
     entry, first = resumed(most)
     job: Embed | None = first
     flight, sent, passed = deque[tuple[int, Embed]](), 0, 0
@@ -173,13 +173,15 @@ def asking(base: PrefixHit = PARTLY, ring: int = e.TASK.ring) -> tuple[Entry, Re
     ("held", "start", "stop"),
     [(0, 0, 3), (2, 0, 3), (3, 3, 6), (5, 3, 6), (6, 6, 12), (8, 8, 12), (11, 11, 12)],
 )
-def test_refills_start_behind_what_all_lost_layers_hold(held: int, start: int, stop: int) -> None:
+def test_recomputation_starts_behind_what_all_lost_layers_hold(
+    held: int, start: int, stop: int
+) -> None:
     entry, asked = asking()
 
     actions = entry.receive(replace(asked, held=held), 0.1)
 
     tokens = tuple(range(start, stop))
-    assert actions == [refill_of(start, tokens, is_step=start >= 6)]
+    assert actions == [recompute_of(start, tokens, is_step=start >= 6)]
     assert entry.lost == LOST
     assert entry.receive(replace(asked, held=held), 0.2) == []
 
@@ -193,7 +195,7 @@ def test_no_rank_can_raise_what_the_entry_holds_itself() -> None:
     assert job.pos == 3
 
 
-def test_nothing_is_refilled_if_the_lost_layers_hold_all() -> None:
+def test_nothing_is_recomputed_if_the_lost_layers_hold_all() -> None:
     entry, asked = asking()
 
     (job,) = entry.receive(asked, 0.1)
@@ -206,7 +208,7 @@ def test_what_a_ring_of_one_was_handed_over_needs_no_question() -> None:
     entry = Entry(replace(TASK, ring=1), e.PACE)
 
     assert entry.open(0.0, replace(PARTLY, held=7)) == [
-        refill_of(7, tuple(range(7, 12)), is_step=True)
+        recompute_of(7, tuple(range(7, 12)), is_step=True)
     ]
 
 
@@ -219,7 +221,7 @@ def test_an_answer_that_does_not_come_costs_the_patience_and_all_rows() -> None:
 
     assert cancel == Forward(Cancel(e.SESSION, e.EPOCH, 1))
     assert isinstance(job, Embed)
-    assert (job.pos, job.refills, entry.lost) == (0, False, ())
+    assert (job.pos, job.recomputes, entry.lost) == (0, False, ())
 
 
 def test_a_gap_ends_the_question() -> None:
@@ -228,7 +230,7 @@ def test_a_gap_ends_the_question() -> None:
     _, job = entry.receive(Gap(e.SESSION, e.EPOCH, 0, 0), 0.1)
 
     assert isinstance(job, Embed)
-    assert (job.pos, job.refills) == (0, False)
+    assert (job.pos, job.recomputes) == (0, False)
     assert entry.receive(asked, 0.2) == []
 
 
@@ -267,9 +269,9 @@ def test_a_rank_begins_with_what_was_handed_over_of_its_layers() -> None:
     assert stage.receive(RESUME, 1.0) == [Adopt(s.TWO, s.ONE, 4, whole=True), Forward(RESUME)]
 
     assert not index.holds(s.ONE)
-    (job,) = stage.receive(refill(0, 2, blob=True), 1.1)
+    (job,) = stage.receive(recompute(0, 2, blob=True), 1.1)
     assert isinstance(job, Compute)
-    assert job.refills
+    assert job.recomputes
 
 
 def test_what_was_handed_over_is_freed_if_there_is_no_room_for_the_session() -> None:
@@ -285,8 +287,8 @@ def test_what_was_handed_over_is_freed_if_there_is_no_room_for_the_session() -> 
 RESUME = Resume(s.TWO, s.EPOCH, s.ONE, 4, whole=True, lost=LOST)
 
 
-def refill(pos: int, rows: int, *, blob: bool) -> Data:
-    flags = Flags.REFILL | Flags.PREFILL
+def recompute(pos: int, rows: int, *, blob: bool) -> Data:
+    flags = Flags.RECOMPUTE | Flags.PREFILL
     return Data(s.TWO, s.EPOCH, 0, pos, rows, flags, s.blob(rows) if blob else None)
 
 
@@ -299,11 +301,11 @@ def test_a_rank_sends_rows_only_in_front_of_a_lost_layer(span: Span, keep: int) 
     stage = stage_of(span)
     assert stage.receive(RESUME, 1.0)[0] == Adopt(s.TWO, s.ONE, 4, whole=True)
 
-    (job,) = stage.receive(refill(0, 2, blob=True), 1.1)
+    (job,) = stage.receive(recompute(0, 2, blob=True), 1.1)
     assert isinstance(job, Compute)
-    assert (job.refills, job.is_step, job.keep) == (True, False, keep)
+    assert (job.recomputes, job.is_step, job.keep) == (True, False, keep)
     rows = s.blob(2) if keep else None
-    sent = replace(refill(0, 2, blob=True), blob=rows)
+    sent = replace(recompute(0, 2, blob=True), blob=rows)
     assert stage.computed(s.TWO, rows, 1.2, s.SPENT) == [Forward(sent)]
     (job,) = stage.receive(s.data(4, session=s.TWO), 1.3)
     assert job == s.compute(4, 1, 1, s.TWO)  # kv_len is that of the Resume
@@ -313,9 +315,9 @@ def test_a_rank_whose_layers_are_all_new_starts_with_an_empty_cache() -> None:
     stage = stage_of(Span(4, 8), keeps=False)
 
     assert stage.receive(RESUME, 1.0) == [Forward(RESUME)]
-    (job,) = stage.receive(refill(0, 2, blob=True), 1.1)
+    (job,) = stage.receive(recompute(0, 2, blob=True), 1.1)
     assert isinstance(job, Compute)
-    assert job.refills
+    assert job.recomputes
     assert stage.budget.live_bytes > 0
 
 
@@ -325,7 +327,7 @@ def test_a_rank_that_should_have_kept_layers_asks_for_all_rows(span: Span) -> No
     stage.receive(RESUME, 1.0)
 
     gap = Forward(Gap(s.TWO, s.EPOCH, 0, 0))
-    assert stage.receive(refill(0, 2, blob=True), 1.1) == [gap]
+    assert stage.receive(recompute(0, 2, blob=True), 1.1) == [gap]
     assert stage.receive(s.data(4, session=s.TWO), 1.2) == [gap]
 
 
@@ -339,14 +341,14 @@ def test_a_resume_beyond_the_context_takes_no_room() -> None:
 
     assert (stage.budget.live_bytes, index.holds(s.ONE)) == (0, True)
     gap = Forward(Gap(s.TWO, s.EPOCH, 0, 0))
-    assert stage.receive(refill(0, 2, blob=True), 1.1) == [gap]
+    assert stage.receive(recompute(0, 2, blob=True), 1.1) == [gap]
 
 
-def test_a_refill_beyond_the_resumed_positions_breaks_the_rules() -> None:
+def test_recomputation_beyond_the_resumed_positions_breaks_the_rules() -> None:
     stage = stage_of(Span(4, 8))
     stage.receive(RESUME, 1.0)
 
-    kept, fault = stage.receive(refill(3, 2, blob=True), 1.1)
+    kept, fault = stage.receive(recompute(3, 2, blob=True), 1.1)
     assert isinstance(kept, Keep | Free)
     assert isinstance(fault, Forward)
     assert isinstance(fault.message, Fault)
@@ -355,54 +357,54 @@ def test_a_refill_beyond_the_resumed_positions_breaks_the_rules() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "is_refused"), [(MAX_REFILL_ROWS, False), (MAX_REFILL_ROWS + 1, True)]
+    ("rows", "is_refused"), [(MAX_RECOMPUTE_ROWS, False), (MAX_RECOMPUTE_ROWS + 1, True)]
 )
-def test_the_steps_of_a_refill_are_limited(rows: int, *, is_refused: bool) -> None:
-    index = s.shelf_of(2 * MAX_REFILL_ROWS)
+def test_the_steps_to_recompute_are_limited(rows: int, *, is_refused: bool) -> None:
+    index = s.shelf_of(2 * MAX_RECOMPUTE_ROWS)
     stage = Stage(1, 3, epoch=s.EPOCH, index=index, span=Span(4, 8))
     stage.receive(replace(RESUME, length=rows), 1.0)
 
-    *_, last = stage.receive(Data(s.TWO, s.EPOCH, 0, 0, rows, Flags.REFILL, s.blob(rows)), 1.1)
+    *_, last = stage.receive(Data(s.TWO, s.EPOCH, 0, 0, rows, Flags.RECOMPUTE, s.blob(rows)), 1.1)
 
     if is_refused:
         assert isinstance(last, Forward)
-        text = f"Step of {rows} rows; the limit is {MAX_REFILL_ROWS}"
+        text = f"Step of {rows} rows; the limit is {MAX_RECOMPUTE_ROWS}"
         assert last.message == Fault(s.TWO, s.EPOCH, FaultCode.RULES, 1, text)
     else:
         assert isinstance(last, Compute)
-        assert (last.rows, last.is_step, last.refills) == (rows, True, True)
+        assert (last.rows, last.is_step, last.recomputes) == (rows, True, True)
 
 
-def test_rows_of_a_refill_are_optional() -> None:
+def test_rows_of_positions_to_recompute_are_optional() -> None:
     stage = stage_of(Span(8, 12))
     stage.receive(RESUME, 1.0)
 
-    (job,) = stage.receive(refill(0, 4, blob=False), 1.1)
+    (job,) = stage.receive(recompute(0, 4, blob=False), 1.1)
     assert isinstance(job, Compute)
     assert job.blob is None
 
 
-def test_a_lost_cache_that_cannot_be_refilled_is_a_gap() -> None:
+def test_a_lost_cache_that_cannot_be_recomputed_is_a_gap() -> None:
     stage = stage_of(Span(4, 8))
     stage.receive(RESUME, 1.0)
-    stage.receive(refill(0, 2, blob=True), 1.1)
+    stage.receive(recompute(0, 2, blob=True), 1.1)
 
     assert stage.missed(s.TWO) == [Forward(Gap(s.TWO, s.EPOCH, 0, 0))]
 
 
-def test_refills_on_the_way_when_a_cache_is_missed_are_gaps_too() -> None:
+def test_what_is_on_the_way_when_a_cache_is_missed_is_a_gap_too() -> None:
     stage, gap = stage_of(Span(4, 8)), Forward(Gap(s.TWO, s.EPOCH, 0, 0))
     stage.receive(RESUME, 1.0)
-    stage.receive(refill(0, 1, blob=True), 1.1)
-    assert stage.receive(refill(1, 1, blob=True), 1.1) == []  # queued
+    stage.receive(recompute(0, 1, blob=True), 1.1)
+    assert stage.receive(recompute(1, 1, blob=True), 1.1) == []  # queued
 
     assert stage.missed(s.TWO) == [gap]
 
-    assert stage.receive(refill(2, 2, blob=True), 1.2) == [gap]
+    assert stage.receive(recompute(2, 2, blob=True), 1.2) == [gap]
     again = s.data(0, rows=4, gen=1, session=s.TWO, flags=Flags.PREFILL)
     (job,) = stage.receive(again, 1.3)
     assert isinstance(job, Compute)
-    assert (job.pos, job.rows, job.refills) == (0, 4, False)
+    assert (job.pos, job.rows, job.recomputes) == (0, 4, False)
 
 
 def test_a_rank_without_room_for_new_layers_leaves_a_gap() -> None:
@@ -410,7 +412,7 @@ def test_a_rank_without_room_for_new_layers_leaves_a_gap() -> None:
 
     assert stage.receive(RESUME, 1.0) == [Forward(RESUME)]
     gap = Forward(Gap(s.TWO, s.EPOCH, 0, 0))
-    assert stage.receive(refill(0, 2, blob=True), 1.1) == [gap]
+    assert stage.receive(recompute(0, 2, blob=True), 1.1) == [gap]
 
 
 @pytest.mark.parametrize("ring", [1, 2])
