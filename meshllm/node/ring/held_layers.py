@@ -141,7 +141,7 @@ class HeldLayers:
             self._begun = {}
         self.store.move(plan, self._me, budget, now)
         self.store.opened(now)
-        if (lent := self._lent + self._lent_rows) and not budget.lend(lent, self._take_back):
+        if self._lent + self._lent_rows and not self._lend_all(is_urgent=self._foreseen[1]):
             self._take_back()
         return self.store
 
@@ -191,6 +191,7 @@ class HeldLayers:
                 await self._hand_over_to(plan)
         elif before and _part_of(before, self._me) == _part_of(plan, self._me):
             self.preloaded = plan
+            self._lend_all(is_urgent=is_urgent)
         else:
             await self._release_ahead()
             await self._preload(plan, is_urgent)
@@ -253,11 +254,16 @@ class HeldLayers:
     def _lend(self, is_urgent: bool, size: int) -> bool:
         """Lend bytes of the room for caches, where this node has a rank, to layers."""
         self._lent = size
+        return self._lend_all(is_urgent=is_urgent)
+
+    def _lend_all(self, *, is_urgent: bool) -> bool:
+        """Lend what layers and handed over caches take; kept sessions make room for urgent ones."""
         if (store := self.store) is None:
             return True
-        if is_urgent:  # a stage frees caches in order with what its compute thread has yet to keep
+        size, budget = self._lent + self._lent_rows, store.prefixes.index.budget
+        if is_urgent and budget.has_room(size, without_kept=True):
+            # A stage frees caches in order with what its compute thread has yet to keep.
             (self._stage() or store.prefixes).make_room(size)
-        budget = store.prefixes.index.budget
         return budget.lend(size, self._take_back, is_urgent=is_urgent)
 
     def _lend_rows(self, room: int) -> bool:

@@ -255,6 +255,7 @@ class EntryNode:
             raise self._lost
         session, now = task.session, loop_time()
         start = self._start(session, order, now)
+        self._prefixes.fit()
         if start.base and start.base.is_claimed:
             task = replace(task, keep_from=None)  # no other prompt may continue from it
         machine = Entry(task, self._pace(order, start.base))
@@ -318,8 +319,10 @@ class EntryNode:
     def _pace(self, order: GenerationRequest, base: PrefixHit | None) -> Pace:
         """Pace a whole prompt, as another rank may have evicted the prefix that is found here."""
         pace = self.pace(max(1, len(order.known)), self.sessions)
-        rows = last_chunk_rows(base.chunks) if base and order.resume else None
-        return replace(pace, chunk=rows) if rows else pace  # the bits depend on it
+        if rows := last_chunk_rows(base.chunks) if base and order.resume else None:
+            pace = replace(pace, chunk=rows)  # the bits depend on it
+        form = self._runners.front.row_format
+        return pace.within(form.width * form.dtype.itemsize, self._config.max_sessions)
 
     def _uses_prefixes(self, order: GenerationRequest) -> bool:
         """Whether an order uses the prefix cache; an embedding would evict what chats continue."""

@@ -4,20 +4,31 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
+from math import inf
 from typing import NamedTuple, assert_never
 
 from meshllm.errors import LinkLost, MeshError, PeerFault
+from meshllm.names import SessionId
 from meshllm.node.net.secure import SecureLink
 from meshllm.node.timer import loop_time
 from meshllm.protocol.session.codec import decode, encode
 from meshllm.protocol.session.link import BEAT, Action, Deliver, Lost, NeighbourLink, Send
-from meshllm.protocol.session.messages import Beat, Forward, Message, SessionMessage
+from meshllm.protocol.session.messages import (
+    Beat,
+    Cancel,
+    Close,
+    Data,
+    Forward,
+    Message,
+    SessionMessage,
+)
+from meshllm.protocol.session.stage import MAX_WAITING_BYTES
 from meshllm.protocol.trust.handshake import ALL_FEATURES, Features
 from meshllm.transport import contract
 
 logger = logging.getLogger(__name__)
 
-MAX_QUEUED_BYTES = 512 << 20
+MAX_QUEUED_BYTES = MAX_WAITING_BYTES
 """Of messages that wait to be sent: as many rows as may wait on the rank that they are for."""
 _OBJECT_BYTES = 1024  # of a waiting message besides its payload
 
@@ -26,6 +37,9 @@ class _Encoded(NamedTuple):
     kind: type[Message]
     parts: list[contract.Buffer]
     bytes: int
+    session: SessionId | None
+    """Of Data; else None."""
+    gen: int
 
 
 class RingLink:
@@ -43,6 +57,7 @@ class RingLink:
         self._control = deque[_Encoded]()
         self._data = deque[_Encoded]()
         self._queued_bytes = 0
+        self._is_full = asyncio.Event()  # more than may wait did
         self._wake = asyncio.Event()
         self._is_idle = False  # the writer has nothing to send
         self._debug = logger.isEnabledFor(logging.DEBUG)
@@ -70,16 +85,25 @@ class RingLink:
     def post(self, action: Forward) -> None:
         """Send a message, or queue it; more than `MAX_QUEUED_BYTES` end the link.
 
-        An entry has few messages in flight, but the previous rank may send more than the next one
-        reads.
+        An entry has fewer in flight, see `Pace.within`, but the previous rank may send more than
+        the next one reads.
 
         If the queues are empty it is sent within this call: waking the writer task would delay the
         step by another round of the event loop.
         """
-        if self._is_full:
+        if self._is_full.is_set():  # nothing may follow what is missing
             return
+        match action.message:  # which overtake rows that the next rank would only drop
+            case Close(session):
+                self._drop_rows(session)
+            case Cancel(session, _, gen):
+                self._drop_rows(session, gen)
+            case _:
+                pass
         queue = self._control if action.control else self._data
         self._add(queue, action.message)
+        if self._queued_bytes > MAX_QUEUED_BYTES:
+            self._is_full.set()
         is_next = len(queue) == 1 and self._next_queue() is queue
         if not (self._is_idle and is_next and self._offer(queue)):
             self._wake_writer()
@@ -94,6 +118,7 @@ class RingLink:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._write())
                 group.create_task(self._watch())
+                group.create_task(self._end_when_full())
                 group.create_task(self._read(deliver))
         except* MeshError as errors:
             reasons.extend(error for error in errors.exceptions if isinstance(error, MeshError))
@@ -147,15 +172,24 @@ class RingLink:
         self._is_idle = False
         self._wake.set()
 
-    @property
-    def _is_full(self) -> bool:
-        return self._queued_bytes > MAX_QUEUED_BYTES
+    async def _end_when_full(self) -> None:
+        await self._is_full.wait()
+        text = f"More than {MAX_QUEUED_BYTES >> 20} MiB wait for the neighbour to read them"
+        raise LinkLost(text)
 
     def _add(self, queue: deque[_Encoded], message: Message) -> None:
         parts = encode(message)
         size = _OBJECT_BYTES + sum(map(len, parts))
-        queue.append(_Encoded(type(message), parts, size))
+        session, gen = (message.session, message.gen) if isinstance(message, Data) else (None, 0)
+        queue.append(_Encoded(type(message), parts, size, session, gen))
         self._queued_bytes += size
+
+    def _drop_rows(self, session: SessionId, before: float = inf) -> None:
+        """Drop queued rows of a session, or those of a gen ``before`` another."""
+        for message in list(self._data):
+            if message.session == session and message.gen < before:
+                self._data.remove(message)
+                self._queued_bytes -= message.bytes
 
     def _next_queue(self) -> deque[_Encoded] | None:
         if self._own or not self._machine.is_met:
@@ -163,14 +197,11 @@ class RingLink:
         return self._control or self._data or None
 
     async def _watch(self) -> None:
-        """Send beats, and detect silence and a full queue, also while a send waits."""
+        """Send beats and detect silence, also while a send waits for a neighbour to read."""
         clock = asyncio.get_running_loop().time
         while (deadline := self._machine.deadline) is not None:
             # It moves later with every message, and earlier only once: when the link opens.
             await asyncio.sleep(min(deadline - clock(), BEAT))
-            if self._is_full:
-                text = f"More than {MAX_QUEUED_BYTES >> 20} MiB wait for the neighbour to read them"
-                raise LinkLost(text)
             for action in self._machine.expire(clock()):
                 self._act(action, _refuse)
 

@@ -115,7 +115,7 @@ class StageNode:
         return True
 
     def make_room(self, size: int) -> None:
-        """Free kept sessions until so many bytes are left for others; none if not enough are."""
+        """Free kept sessions until so many bytes are left for others, or none is kept."""
         self._act(self._machine.make_room(size))
 
     async def run(self) -> MeshError:
@@ -304,6 +304,8 @@ class StageNode:
         if not job.keep:
             return None
         rows, took_us = output[:, -job.keep :], watch.spent.compute_us
+        if job.keep < job.rows:
+            rows = rows.clone()  # a view would hold all of them until it is sent
         blob = held.encoder.seal(rows, took_us, is_step=job.is_step)
         watch.serialised()
         return blob

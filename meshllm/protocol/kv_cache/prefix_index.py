@@ -148,13 +148,8 @@ class PrefixIndex:
         return gone
 
     def free(self, size: int) -> list[SessionId]:
-        """Evict sessions until so many bytes of this rank are free for others; return them.
-
-        None is evicted if that is not enough.
-        """
+        """Evict sessions until so many bytes of this rank are free, or all; return them."""
         gone = list[SessionId]()
-        if not self.budget.has_room(size, without_kept=True):
-            return gone
         for session in self._in_order():
             if self.budget.has_room(size):
                 break

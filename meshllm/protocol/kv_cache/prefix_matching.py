@@ -139,7 +139,7 @@ class PrefixCache(Generic[Cache]):
         self._drop(self.index.make_room())
 
     def make_room(self, size: int) -> None:
-        """Evict sessions until so many bytes of this rank are free; none if that is not enough."""
+        """Evict sessions until so many bytes of this rank are free, or none is left."""
         self._drop(self.index.free(size))
 
     def _hit(

@@ -78,8 +78,9 @@ from meshllm.protocol.session.messages import (
 )
 
 MAX_PENDING = 16  # queued Data of one session; an entry never has more in flight
-MAX_WAITING_BYTES = 512 << 20
-"""Rows that run or wait on one rank, of all sessions: 32,768 rows of 8,192 bfloat16 values."""
+MAX_WAITING_BYTES = 1 << 30
+"""Rows that run or wait on one rank, of all sessions; chunks of prompts of an entry of ours take up
+to half of it, see `meshllm.protocol.session.pace.Pace.within`, and its steps less than the rest."""
 MOST_PATIENCE_S = 600.0  # an entry waits no longer for a result, before it asks again
 IDLE_S = MAX_PENDING * MOST_PATIENCE_S  # longer than an entry waits, be it a retry or many results
 MAX_RECOMPUTE_ROWS = 7 * MAX_STEP_ROWS  # of decode steps, after a loss; a few ms of a layer
@@ -293,7 +294,7 @@ class Stage:
         return [Free(each) for each in self._index.make_room()]
 
     def make_room(self, size: int) -> list[Action]:
-        """Free kept sessions until so many bytes are left for others; none if not enough are."""
+        """Free kept sessions until so many bytes are left for others, or none is kept."""
         return [Free(session) for session in self._index.free(size)]
 
     def helped(self, logits: Logits) -> list[Action]:

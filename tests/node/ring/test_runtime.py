@@ -811,6 +811,24 @@ def test_layers_loaded_in_advance_make_room_for_a_session(world: World) -> None:
 
 
 @pytest.mark.usefixtures("narrow")
+def test_layers_loaded_in_advance_are_lent_as_the_plan_for_them_requests(world: World) -> None:
+    async def main() -> None:
+        async with world.serving(A, B, C):
+            await served_without_c(world)
+            runtime = world.places[B].runtime
+            assert runtime.stage is not None
+            budget, later = runtime.stage.budget, replace(TURNED, epoch=TURNED.epoch + 1)
+            is_preloaded = lambda plan: runtime.preloaded == plan  # noqa: E731
+            for plan, is_urgent in [(TURNED, False), (later, True), (TURNED, False)]:
+                runtime.prepare(plan, is_urgent=is_urgent)
+                await until(partial(is_preloaded, plan))
+                assert budget._lent > 0
+                assert budget._is_urgent == is_urgent
+
+    run_virtual(main())
+
+
+@pytest.mark.usefixtures("narrow")
 def test_layers_loaded_in_advance_stay_lent_when_the_ring_forms_again(world: World) -> None:
     async def main() -> None:
         async with world.serving(A, B, C):
@@ -827,6 +845,7 @@ def test_layers_loaded_in_advance_stay_lent_when_the_ring_forms_again(world: Wor
 
             assert runtime.stage is not None
             assert runtime.stage.budget._lent == lent
+            assert runtime.stage.budget._is_urgent
 
     run_virtual(main())
 

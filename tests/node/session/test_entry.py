@@ -38,6 +38,11 @@ from meshllm.protocol.session.messages import (
     Tally,
 )
 from meshllm.protocol.session.pace import Pace
+from meshllm.protocol.session.stage import (
+    MAX_PENDING,
+    MAX_RECOMPUTE_ROWS,
+    MAX_WAITING_BYTES,
+)
 from meshllm.request import FinishReason, Prefilled, Resumable, Sampling
 from tests.builders.session import (
     CountedCache,
@@ -449,6 +454,31 @@ async def test_a_cache_is_not_taken_over_if_it_has_no_room_to_grow() -> None:
         assert ids(tokens) == [*range(51, 71)]
         assert isinstance(ended, Ended)
         assert ended.measured.reused == 0
+
+
+async def test_an_embedding_takes_the_room_of_kept_caches() -> None:
+    async with running(ring=2, keeps=True, blocks=2) as entry:
+        await entry.read(entry.node.generate(order(*LONG)))
+        assert entry.node.budget.lend(0, lambda: None, is_urgent=True)
+        assert entry.node.budget.kept_bytes == BLOCK
+        embedded = replace(order(*range(300), tokens=1), on_rows=lambda _: None)
+        await entry.read(entry.node.generate(embedded), 1)
+
+        assert entry.node.budget.kept_bytes == 0
+
+
+@pytest.mark.parametrize(("chunk", "window"), [(2048, 1), (1024, 2), (64, 16)])
+async def test_chunks_in_flight_are_few_enough_to_wait_on_one_rank(chunk: int, window: int) -> None:
+    async with running(sessions=8) as entry:
+        wide = RowFormat(8192, torch.float32)
+        entry.layers.row_format = wide
+        entry.node.pace = lambda _tokens, _others: Pace(chunk=chunk, window=16)
+
+        pace = entry.node._pace(order(), None)
+
+        assert pace == Pace(chunk=chunk, window=window)
+        most = 8 * pace.window * chunk * wide.width * wide.dtype.itemsize
+        assert most + 8 * MAX_PENDING * MAX_RECOMPUTE_ROWS * wide.width * 4 <= MAX_WAITING_BYTES
 
 
 async def test_a_cache_that_was_just_taken_over_is_kept_when_the_ring_is_lost() -> None:

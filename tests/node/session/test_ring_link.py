@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 
@@ -16,6 +17,7 @@ from meshllm.protocol.session.link import BEAT, SILENCE, NeighbourLink
 from meshllm.protocol.session.messages import (
     Beat,
     Cancel,
+    Close,
     Data,
     DType,
     Flags,
@@ -33,7 +35,13 @@ from meshllm_loopback.pipe import QUEUE_MESSAGES
 OURS, THEIRS = NodeId(b"a" * NODE_ID_BYTES), NodeId(b"b" * NODE_ID_BYTES)
 PLAN = Digest(b"p" * DIGEST_BYTES)
 CANCEL = Cancel(SessionId(b"s" * 16), 1, 2)
+CHUNK = seal(session_key(CANCEL.session), DType.BFLOAT16, (1, 1024, 1024), bytes(2 << 20))
 GAP = Gap(SessionId(b"s" * 16), 1, 2, 3)
+
+
+def rows(pos: int) -> Data:
+    """A chunk of a prompt, of 2 MiB."""
+    return Data(CANCEL.session, 1, 0, pos, 1024, Flags.PREFILL, CHUNK)
 
 
 async def pair() -> tuple[contract.Link, contract.Link]:
@@ -229,14 +237,11 @@ def test_beats_do_not_pile_up_before_a_neighbour_that_does_not_read() -> None:
     assert waiting <= 1
 
 
-@pytest.mark.parametrize("is_data", [True, False])
+@pytest.mark.parametrize("count", [60, 100_000])
 def test_what_a_neighbour_does_not_read_is_bounded(
-    monkeypatch: pytest.MonkeyPatch, *, is_data: bool
+    monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     monkeypatch.setattr(ring_link, "MAX_QUEUED_BYTES", 64 << 20)
-    key = session_key(CANCEL.session)
-    rows = seal(key, DType.BFLOAT16, (1, 1024, 1024), bytes(2 << 20))
-    row = Data(CANCEL.session, 1, 0, 0, 1024, Flags.PREFILL, rows)
 
     async def story() -> tuple[MeshError, int, bool]:
         ours, theirs = await pair()
@@ -245,19 +250,65 @@ def test_what_a_neighbour_does_not_read_is_bounded(
         await say(theirs, Hello(THEIRS, 1, PLAN), Beat(1, 0, 0))
         await asyncio.sleep(0.1)
         alive = False
-        for number in range(100_000):
-            peer.post(Forward(row if is_data else CANCEL))
+        for number in range(count):
+            peer.post(Forward(rows(number) if count < 1000 else GAP))
             if number == 20:
                 await asyncio.sleep(2 * BEAT)
                 alive = not running.done()
         reason = await running
-        return reason, len(peer._data) + len(peer._control), alive
+        return reason, peer._queued_bytes, alive
 
     reason, waiting, alive = run_virtual(story())
 
     assert alive
     assert "More than 64 MiB wait" in str(reason)
-    assert waiting <= (33 if is_data else 64 << 10)
+    assert waiting <= 68 << 20
+
+
+def test_a_link_on_which_too_much_has_waited_ends_even_if_the_neighbour_reads_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ring_link, "MAX_QUEUED_BYTES", 64 << 20)
+
+    async def story() -> tuple[MeshError, list[Message]]:
+        ours, theirs = await pair()
+        peer = ring_link_on(ours)
+        running = asyncio.create_task(peer.run(lambda _: None))
+        await say(theirs, Hello(THEIRS, 1, PLAN), Beat(1, 0, 0))
+        await asyncio.sleep(0.1)
+        for number in range(QUEUE_MESSAGES + 40):
+            peer.post(Forward(rows(number)))
+        heard = asyncio.create_task(hear(theirs))
+        return await running, await heard
+
+    reason, heard = run_virtual(story())
+
+    assert "More than 64 MiB wait" in str(reason)
+    positions = [each.pos for each in heard if isinstance(each, Data)]
+    assert positions == list(range(len(positions)))
+
+
+def test_rows_that_the_next_rank_would_drop_are_not_sent() -> None:
+    other = SessionId(b"o" * 16)
+
+    async def story() -> list[Message]:
+        ours, theirs = await pair()
+        peer = ring_link_on(ours)
+        for gen in (1, 2):
+            peer.post(Forward(replace(rows(gen), gen=gen)))
+            peer.post(Forward(replace(rows(gen), gen=gen, session=other)))
+        peer.post(Forward(CANCEL))  # of gen 2
+        peer.post(Forward(Close(other, 1)))
+        running = asyncio.create_task(peer.run(lambda _: None))
+        await say(theirs, Hello(THEIRS, 1, PLAN), Beat(1, 0, 0))
+        await asyncio.sleep(0.1)
+        assert peer._queued_bytes == 0
+        running.cancel()
+        return await hear(theirs)
+
+    heard = [each for each in run_virtual(story()) if not isinstance(each, Hello | Beat)]
+
+    assert heard == [CANCEL, Close(other, 1), replace(rows(2), gen=2)]
 
 
 def test_messages_that_are_sent_do_not_count_as_waiting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,6 +135,10 @@ async def test_the_last_rank_returns_one_row_of_a_chunk() -> None:
         (without,) = await stage.receive(data(TWO, 0, 1, 2, 3, flags=Flags.PREFILL))
 
         assert values_of(with_row) == [4]
+        assert isinstance(with_row, Data)
+        assert with_row.blob is not None
+        held = memoryview(with_row.blob.payload).obj.base  # type: ignore[attr-defined]
+        assert held.untyped_storage().nbytes() == len(with_row.blob.payload)  # not of all rows
         assert isinstance(without, Data)
         assert without.blob is None
 

@@ -154,16 +154,6 @@ def test_a_running_session_takes_the_share_of_the_owner_last() -> None:
     assert index.free(2 * BLOCK) == []
 
 
-def test_nothing_is_evicted_for_bytes_that_running_sessions_hold() -> None:
-    index = shelf_of(4)
-    index.put(A, 1, 1, 0.0)
-    index.budget.reserve(SessionId(b"x" * 16), 2 * BLOCK)
-
-    assert index.free(3 * BLOCK) == []
-    assert index.holds(A)
-    assert index.free(2 * BLOCK) == [A]
-
-
 def test_kept_sessions_make_room_for_an_urgent_loan() -> None:
     index, taken = shelf_of(4), list[str]()
     assert index.budget.lend(2 * BLOCK, lambda: taken.append("all"), is_urgent=True)
