@@ -6,7 +6,8 @@ cache holds the text and, behind it, the draft tokens. Accepted ones are in the 
 next draft; the cache is cropped to the first rejected one, and only new tokens are read. A long
 text, such as a prompt, is prefilled in chunks, one per call, so that nothing waits long for it;
 until it is up to date there is no draft. The cache of the last finished text is kept for a text
-of the same scope with the same prefix: the next turn of a conversation.
+of the same scope with the same prefix: the next turn of a conversation. All caches together take
+about as much memory as the weights; a text that finds no room goes on without drafts.
 
 Both models need the same vocabulary. The number of rows of their embeddings does not matter:
 families pad them differently.
@@ -34,6 +35,7 @@ from meshllm.names import Span
 
 CHUNK = 128  # tokens of a prefill chunk; other work waits for it
 STRIDE = 32  # tokens that take about the time of one: the weights are read once
+LEAST_CACHED = 4096  # tokens of all caches, if the weights take less than these
 LEAST = 0.2  # probability that the whole draft is accepted; below it one more token costs too much
 LEVELS = (0.4, 0.6, 0.75)
 """Probabilities of the next draft token at which confidence rises: between the acceptance rates
@@ -53,8 +55,23 @@ class Draft:
 
     @property
     def bytes(self) -> int:
+        """The memory of its weights, and of its KV caches at most."""
+        return self.weight_bytes + self.most_cached * self.token_bytes
+
+    @property
+    def weight_bytes(self) -> int:
         """The memory of its weights."""
         return self.shape.embed_bytes + sum(self.shape.layer_bytes) + self.shape.head_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """The memory of a token in a KV cache."""
+        return sum(self.shape.kv_bytes_per_token)
+
+    @property
+    def most_cached(self) -> int:
+        """Most tokens of all KV caches."""
+        return max(LEAST_CACHED, self.weight_bytes // max(1, self.token_bytes))
 
     def load(self, device: torch.device = CPU) -> "ModelDrafting":
         """Load the whole model in its stored dtype.
@@ -90,7 +107,8 @@ class ModelDrafting:
 
     def __init__(self, draft: Draft, device: torch.device) -> None:
         self.context = draft.shape.context
-        self._vocabulary = draft.vocabulary
+        self._draft = draft
+        self._cached = 0  # tokens of all caches, when the last text was read
         self._drafters: WeakSet[ModelDrafter] = WeakSet()  # that have filled a cache
         self._spare: tuple[Hashable, list[int], SpanCache] | None = None
         whole = Span(0, draft.shape.layers)
@@ -126,16 +144,31 @@ class ModelDrafting:
                 return cache, same
         return self.new_cache(), 0
 
+    @property
+    def bytes(self) -> int:
+        """The memory of the weights and of the caches."""
+        return self._draft.weight_bytes + self._cached * self._draft.token_bytes
+
+    def has_room(self, count: int) -> bool:
+        """Return whether so many more tokens may be cached; a finished text makes room for them."""
+        self._cached = sum(each.cached for each in self._drafters)
+        is_room = self._cached + count <= self._draft.most_cached
+        self._cached += count if is_room else 0
+        if self._spare and self._cached + len(self._spare[1]) > self._draft.most_cached:
+            self._spare = None
+        self._cached += len(self._spare[1]) if self._spare else 0
+        return is_room
+
     def covers(self, tokens: Sequence[int]) -> bool:
         """Return whether both models have all of these tokens; the large one may emit padding."""
-        return all(token < self._vocabulary for token in tokens)
+        return all(token < self._draft.vocabulary for token in tokens)
 
     def read(self, tokens: Sequence[int], cache: SpanCache) -> tuple[int, float]:
         """Append tokens to a cache; return the most likely next token and its probability."""
         text, run = torch.tensor([tokens]), self._runner
         is_step = run.runs_in_one_pass(len(tokens)) and cache.length
         output = run.step(text, cache) if is_step else run.prefill(text, cache, 1)  # [1, T or 1, V]
-        logits = output[0, -1, : self._vocabulary].float()
+        logits = output[0, -1, : self._draft.vocabulary].float()
         best, token = logits.max(0)
         return int(token), float((best - logits.logsumexp(0)).exp())
 
@@ -150,22 +183,31 @@ class ModelDrafter:
         self._held = 0  # tokens of the text that are in the cache
         self._drafted: list[int] = []  # draft tokens in the cache behind them
         self._next = 0, 0.0  # a token and its probability
-        self._is_covered = True
+        self._can_draft = True
+
+    @property
+    def cached(self) -> int:
+        """Tokens in the cache."""
+        return self._cache.length
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text."""
         self._text.extend(tokens)
-        self._is_covered = self._is_covered and self._drafting.covers(tokens)
+        self._can_draft = self._can_draft and self._drafting.covers(tokens)
 
     def look(self) -> int | None:
         """Read new tokens; return the confidence of the next draft, None during prefill."""
-        if not self._is_covered or not 0 < len(self._text) < self._drafting.context:
+        if not self._can_draft or not 0 < len(self._text) < self._drafting.context:
             return None
         self._crop_rejected()
         new = self._text[self._held :]
         is_much = len(new) > STRIDE
         if is_much:
             new = new[: min(CHUNK, len(new) - 1)]
+        if not self._drafting.has_room(len(new)):
+            self._can_draft = False
+            self.hand_over()  # drops the cache
+            return None
         self._next = self._drafting.read(new, self._cache)
         self._held += len(new)
         return None if is_much else sum(self._next[1] >= level for level in LEVELS)

@@ -128,8 +128,10 @@ class CompiledStep:
 
         There are no caches if nothing attends, as in an LM head.
         """
+        if not caches:  # one plan for all divisions of the rows
+            return self._run(x, places, caches, [x.shape[1]])
         order = sorted(range(len(rows)), key=lambda at: -rows[at])
-        if not caches or order == list(range(len(rows))):
+        if order == list(range(len(rows))):
             return self._run(x, places, caches, rows)
         stops = list(accumulate(rows))
         taken = [row for at in order for row in range(stops[at] - rows[at], stops[at])]

@@ -140,6 +140,11 @@ class EntryNode:
         return self._config.drafting
 
     @property
+    def draft(self) -> Drafting | None:
+        """Draft model, if there is one."""
+        return self._config.draft
+
+    @property
     def layers(self) -> SpanRunner:
         """Runs the layers of this rank."""
         return self._runners.front

@@ -429,12 +429,16 @@ class Generation:
         steps: Steps = ()
         known, flying = job.pos + len(tokens), job.flying(tokens)
         ends = is_last or known >= job.limit
-        if self._speculator:
-            steps = self._speculator.after(
-                tokens, job, ends=ends, depth=self.depth, sessions=self.sessions
-            )
-        if ends and self._speculator and not self.embeds:
-            self._speculator.keep(self._history)
+        try:
+            if self._speculator:
+                steps = self._speculator.after(
+                    tokens, job, ends=ends, depth=self.depth, sessions=self.sessions
+                )
+            if ends and self._speculator and not self.embeds:
+                self._speculator.keep(self._history)
+        except (RuntimeError, MemoryError) as error:  # of a draft model, mostly out of memory
+            logger.warning("an answer goes on without drafts: %s", error)
+            self._speculator = None
         guesses = steps[0] if steps else ()
         if flying is None and not ends:
             self._next = Embed(job.gen, known - 1, (tokens[-1], *guesses), len(guesses))

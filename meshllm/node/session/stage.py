@@ -74,7 +74,7 @@ class StageNode:
         self._steps = Batcher(worker, self._step, self._jobs)
         self._timer = DeadlineTimer(lambda: machine.deadline, self._expire)
 
-    drafting = None
+    drafting = draft = None
 
     @property
     def budget(self) -> KvBudget:

@@ -17,6 +17,7 @@ from meshllm.model.files.source import Source, open_folder
 from meshllm.model.speculation import draft_model
 from meshllm.model.speculation.draft_model import (
     CHUNK,
+    LEAST_CACHED,
     STRIDE,
     Draft,
     ModelDrafter,
@@ -231,7 +232,36 @@ def test_only_tokens_of_both_models_are_drafted_and_read(draft: Draft) -> None:
 
 
 def test_its_weights_are_counted(source: Source, draft: Draft) -> None:
-    assert draft.bytes == sum(each.nbytes for each in stock_model(source).state_dict().values())
+    weights = sum(each.nbytes for each in stock_model(source).state_dict().values())
+    assert draft.weight_bytes == weights
+
+
+def test_its_caches_take_as_much_as_the_weights_at_most(draft: Draft) -> None:
+    large = replace(draft, shape=replace(draft.shape, embed_bytes=1 << 30))
+    most, some = large.bytes - large.weight_bytes, draft.bytes - draft.weight_bytes
+
+    assert 0 <= large.weight_bytes - most < large.token_bytes
+    assert some == LEAST_CACHED * draft.token_bytes
+
+
+def test_a_text_without_room_goes_on_without_drafts(
+    draft: Draft, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Draft, "most_cached", 50)
+    drafting, finished = draft.load(), [1] * 30
+    looked(after(drafting, *finished), 1)
+    drafting.keep(finished)
+    first = after(drafting, *[3] * 30)
+    looked(first, 1)
+    assert drafting.bytes == draft.weight_bytes + 30 * draft.token_bytes  # the finished one is gone
+    second = after(drafting, *[2] * 25)
+
+    assert second.look() is None
+    assert second.cached == 0
+    first.extend([4])
+    assert drafted(first, 1)
+    second.extend([4])
+    assert second.look() is None
 
 
 def test_the_next_turn_reuses_the_cache_of_the_last(watched: Watched) -> None:

@@ -259,6 +259,9 @@ def test_a_head_takes_sessions_in_any_order(tmp_path: Path) -> None:
     forget(runner)
 
     assert all(map(torch.equal, recorded, run()))
+    compiled = tape_of(runner, 6)
+    assert compiled
+    assert len(compiled._plans) == 1
 
 
 def test_tracing_costs_two_more_forwards_after_the_first_step(tmp_path: Path) -> None:

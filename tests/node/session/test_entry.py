@@ -20,6 +20,8 @@ from meshllm.node.session.entry import EntryConfig, EntryNode
 from meshllm.node.session.generation import Ended, EntryRunners, GenerationRequest, Output, Token
 from meshllm.node.session.ring_link import Neighbours
 from meshllm.node.session.wire import opened, sealed
+from meshllm.protocol.drafting.drafter import Drafting
+from meshllm.protocol.drafting.window import StepTimes
 from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget, Room
 from meshllm.protocol.kv_cache.prefix_index import RESUME_S, PrefixIndex
 from meshllm.protocol.kv_cache.prefix_matching import MIN_SHARED, PrefixCache
@@ -38,6 +40,7 @@ from meshllm.protocol.session.messages import (
     Tally,
 )
 from meshllm.protocol.session.pace import Pace
+from meshllm.protocol.session.speculation import Speculation
 from meshllm.protocol.session.stage import (
     MAX_PENDING,
     MAX_RECOMPUTE_ROWS,
@@ -618,6 +621,31 @@ async def test_a_thought_of_10_000_tokens_delays_a_short_answer_by_a_turn() -> N
         await entry.read(thought, 20_000)
         await entry.drive(cast("asyncio.Future[Output | None]", begun[1]))
         await entry.read(other, 20_000)
+
+
+class FailingDrafts:
+    """A drafter without memory."""
+
+    def begin(self) -> "FailingDrafts":
+        return self
+
+    def extend(self, tokens: object) -> None:
+        """Take a text."""
+
+    def look(self) -> int:
+        raise MemoryError("no memory for drafts")
+
+    guess = keep = look
+
+
+async def test_an_answer_goes_on_without_drafts_if_their_model_fails() -> None:
+    async with running() as entry:
+        times = StepTimes(together=True, ring=1)
+        entry.node._speculation = Speculation(cast("Drafting", FailingDrafts()), times)
+
+        outputs = await entry.read(entry.node.generate(order(tokens=4)))
+
+        assert ids(outputs) == [3, 4, 5, 6]
 
 
 async def test_invalid_rows_end_their_generation_and_name_their_sender() -> None:
