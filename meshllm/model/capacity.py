@@ -68,8 +68,8 @@ def shape_of(
 
 
 def _saved(modules: Iterable[nn.Module], quant: Quant) -> int:
-    """Count the bytes that quantisation of the linear modules saves."""
-    weights = [module.weight for module in modules if isinstance(module, nn.Linear)]
+    """Count the bytes that quantisation of the linear modules saves; it skips subclasses."""
+    weights = [module.weight for module in modules if type(module) is nn.Linear]
     return sum(
         weight.nbytes - packed_bytes(quant, (weight.shape[0], weight.shape[1]), weight.dtype)
         for weight in weights

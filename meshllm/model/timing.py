@@ -3,6 +3,7 @@
 import copy
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from math import inf
 from pathlib import Path
@@ -45,6 +46,13 @@ BUSY_AGE_S = 600.0  # the same, if other programs had much of the time
 BUSY_SHARE = 0.8  # of the time that this thread ran, and less: others had much of it
 SHARE = 0.8  # of free memory; the rest is for other processes
 CGROUP = Path("/sys/fs/cgroup")
+_CGROUP_FILES = [
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    (
+        *(f"memory/memory.{name}" for name in ("limit_in_bytes", "usage_in_bytes", "stat")),
+        "total_inactive_file",
+    ),  # version 1
+]
 
 _STEP_BYTES = 192 << 20  # of the layers of timed steps, before they are quantised: so many that
 # fixed overhead counts little
@@ -348,10 +356,11 @@ def _tiled(like: Tensor, tile: Tensor) -> nn.Parameter:
 
 def _cgroup_free(folder: Path) -> float:
     """Return the free bytes of our cgroup, counting inactive page cache as free."""
-    try:
-        limit, used = ((folder / f"memory.{name}").read_text() for name in ("max", "current"))
-        lines = (folder / "memory.stat").read_text().splitlines()
-        stat = dict(line.split() for line in lines)
-        return int(limit) - int(used) + int(stat["inactive_file"])
-    except (OSError, ValueError, LookupError):  # no limit, or not readable
-        return inf
+    free = inf
+    for limit, used, stat, inactive in _CGROUP_FILES:
+        with suppress(OSError, ValueError, LookupError):  # no limit, not readable, or not this kind
+            lines = (folder / stat).read_text().splitlines()
+            spare = int(dict(line.split() for line in lines)[inactive])
+            most, held = (int((folder / name).read_text()) for name in (limit, used))
+            free = min(free, most - held + spare)
+    return free

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    FalconConfig,
     Lfm2Config,
     LlamaConfig,
     MixtralConfig,
@@ -144,6 +145,17 @@ def test_a_dtype_is_needed_if_config_and_weights_have_none() -> None:
 
 def test_some_memory_is_free() -> None:
     assert free_memory() > 0
+
+
+def test_special_linear_modules_are_counted_as_plain() -> None:
+    config = FalconConfig(
+        vocab_size=512, hidden_size=64, num_hidden_layers=2, num_attention_heads=4
+    )
+    source = Source("falcon", NOWHERE, config)
+
+    plain, quantised = (shape_of(source, torch.bfloat16, kind) for kind in (Quant.NONE, Quant.INT8))
+
+    assert quantised.layer_bytes == plain.layer_bytes
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -236,6 +236,16 @@ def test_the_limit_of_a_container_binds(tmp_path: Path) -> None:
     assert memory_budget(cgroup=tmp_path) > 1_000_000
 
 
+def test_the_limit_of_an_older_container_binds(tmp_path: Path) -> None:
+    folder = tmp_path / "memory"
+    folder.mkdir()
+    (folder / "memory.limit_in_bytes").write_text("1000000\n")
+    (folder / "memory.usage_in_bytes").write_text("600000\n")
+    (folder / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 100000\n")
+
+    assert memory_budget(cgroup=tmp_path) == 400_000
+
+
 def test_a_full_container_has_no_budget(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("2000\n")

@@ -157,6 +157,12 @@ def _cpu_lines() -> tuple[str, ...]:
     return (*sorted(told), torch.backends.cpu.get_cpu_capability())
 
 
+def is_listed_by_linux(feature: str) -> bool:
+    """Whether Linux lists a feature of an ARM CPU; LLVM does not report all of them."""
+    lists = (line.split() for line in _cpu_lines() if line.startswith("Features"))
+    return any(feature in words for words in lists)
+
+
 def has_cpu_feature(*features: str) -> bool:
     """Whether the CPU has any of these LLVM features."""
     return not {f"+{feature}" for feature in features}.isdisjoint(processor()[1].split(","))

@@ -46,7 +46,7 @@ def exchange_modules(  # noqa: PLR0913 -- keyword options
         dtype = next(whole.parameters()).dtype
         floors = find_min_rows(whole, dtype, range(1, MOST_ROWS + 1))
         if floors is None or not pad_linears(model, floors):
-            return "this CPU sums few rows in another order than many"
+            return "this CPU, or a special linear module, sums few rows in another order than many"
         fuse_rms_norms(model)
     elif quant is not Quant.NONE:
         quantise(model, quant, skip=skip, digests=digests, cache=cache, mapped=mapped)

@@ -69,11 +69,6 @@ def form(shape: Shape, _dtype: torch.dtype) -> Form:
     }
 
 
-def layout(_shape: Shape) -> str:
-    """Name the memory layout, the same on every CPU."""
-    return f"words of {CODES} in blocks of {OUTPUTS}"
-
-
 def _pack_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise some rows [N, K] with the best of a few ranges per group.
 

@@ -86,7 +86,7 @@ def most_rows() -> float:
 @cache
 def multiplies_matrices() -> bool:
     """Whether the CPU has instructions that multiply bf16 matrices."""
-    return jit.has_cpu_feature(*_BF16_MATRIX)
+    return jit.has_cpu_feature(*_BF16_MATRIX) or jit.is_listed_by_linux("bf16")
 
 
 def pack(weight: Tensor) -> dict[str, Tensor]:
@@ -115,8 +115,3 @@ def form(shape: Shape, _dtype: torch.dtype) -> Form:
         "data": ((blocks, -(-shape[1] // 2), OUTPUTS, 2), torch.int8),
         "scale": ((blocks * OUTPUTS,), torch.float32),
     }
-
-
-def layout(_shape: Shape) -> str:
-    """Name the memory layout, the same on every CPU."""
-    return f"pairs in blocks of {OUTPUTS}"

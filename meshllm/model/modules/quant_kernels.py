@@ -22,16 +22,14 @@ class Kernel:
     open: Callable[[Packed, Shape], Matrix]
     form: Callable[[Shape, torch.dtype], Form]
     """Returns the shapes and dtypes of what `pack` returns."""
-    layout: Callable[[Shape], str]
-    """Names the memory layout on this CPU."""
     limit: float
     """Largest relative error on sampled rows that is accepted."""
 
 
 KERNELS = {
     # The limits are a few times the error of normally distributed weights: 0.008 and 0.09.
-    Quant.INT8: Kernel(int8.pack, int8.Int8Matrix, int8.form, int8.layout, 0.03),
-    Quant.INT4: Kernel(int4.pack, int4.Int4Matrix, int4.form, int4.layout, 0.15),
+    Quant.INT8: Kernel(int8.pack, int8.Int8Matrix, int8.form, 0.03),
+    Quant.INT4: Kernel(int4.pack, int4.Int4Matrix, int4.form, 0.15),
 }
 
 

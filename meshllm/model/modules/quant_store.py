@@ -64,8 +64,8 @@ def load(folder: Path, key: str, form: Form) -> dict[str, Tensor] | None:
     path = _path(folder, key)
     if not is_own(path):
         return None
-    stat = path.stat()
     try:
+        stat = path.stat()
         with open_file(path) as file:
             about = file.metadata() or {}
             stored = {name: prefer_huge_pages(file.get_tensor(name)) for name in form}

@@ -33,7 +33,7 @@ SAMPLES = 16  # rows that a matrix is tested on
 OUTLIERS = 3  # inputs of every second sample that are `LARGER` times larger than the rest
 LARGER = 100.0
 
-_RECIPE = "2"  # version of cached matrices; change it if packing gives other numbers
+_RECIPE = "3"  # version of cached matrices; change it if packing gives other bytes
 _TINY = 1e-30  # smallest norm that an error is divided by
 
 log = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ class _Quantizer:
         digests = [self._digests.get(id(module.weight), "") for module in modules]
         if not all(digests):
             return None
-        made_by = _RECIPE, torch.__version__, transformers.__version__, self._kernel.layout(shape)
+        made_by = _RECIPE, torch.__version__, transformers.__version__
         forms = [f"{module.weight.dtype} {module.weight.shape}" for module in modules]
         return "\n".join([self._kind, *made_by, *forms, *digests])
 
@@ -185,5 +185,5 @@ def _log_report(report: QuantReport) -> None:
     megabytes = report.bytes / 1e6, report.plain_bytes / 1e6
     log.info("%s: %d modules in %.0f MB instead of %.0f", report.kind, report.modules, *megabytes)
     for plain in report.plain:
-        level = logging.WARNING if plain.lossy else logging.INFO
+        level = logging.INFO if report.modules and not plain.lossy else logging.WARNING
         log.log(level, "`%s` %s stays plain: %s", plain.name, list(plain.shape), plain.reason)

@@ -273,6 +273,14 @@ def test_instructions_are_those_that_linux_lists() -> None:
     assert multiplies_matrices() == ("amx_bf16" in flags)
 
 
+def test_features_of_arm_cpus_are_those_that_linux_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ("CPU part: 0xd40", "Features        : fp asimd bf16", "flags: i8mm")
+    monkeypatch.setattr(jit, "_cpu_lines", lambda: lines)
+
+    assert jit.is_listed_by_linux("bf16")
+    assert not jit.is_listed_by_linux("i8mm")
+
+
 ALONE = """
 import ctypes, torch
 from llvmlite import binding

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from meshllm.model.kernels.gemm_int4 import GROUP
 from meshllm.model.modules import int4, int8
-from meshllm.model.modules.int4 import Int4Matrix, form, layout, pack
+from meshllm.model.modules.int4 import Int4Matrix, form, pack
 from meshllm.model.modules.int8 import DEQUANTISE_ROWS
 from meshllm.model.pauses import pausing
 
@@ -131,7 +131,3 @@ def test_prompts_are_multiplied_by_torch_where_it_has_matrix_instructions(
     assert found.shape == own.shape
     assert torch.equal(found, own) == (rows < DEQUANTISE_ROWS)
     assert relative(found, own.float()) < 0.01
-
-
-def test_the_memory_layout_has_a_name() -> None:
-    assert layout((64, 64))
