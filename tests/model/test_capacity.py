@@ -1,7 +1,9 @@
 """The size of a model, computed from its config alone."""
 
+import sys
 from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]  # ships no types
 import pytest
 import torch
 from transformers import (
@@ -16,7 +18,14 @@ from transformers import (
 from meshllm.errors import ModelError
 from meshllm.model.capacity import UNLIMITED, shape_of
 from meshllm.model.files.source import Source, open_folder
-from meshllm.model.shape import ModelShape, cache_cost, free_memory, mean_kv_bytes, workspace_bytes
+from meshllm.model.shape import (
+    ModelShape,
+    cache_cost,
+    free_memory,
+    mean_kv_bytes,
+    reclaim,
+    workspace_bytes,
+)
 from meshllm.model.steps.load import load_shard
 from meshllm.names import Quant, Span
 from meshllm.testing.models import tiny_model
@@ -156,6 +165,21 @@ def test_special_linear_modules_are_counted_as_plain() -> None:
     plain, quantised = (shape_of(source, torch.bfloat16, kind) for kind in (Quant.NONE, Quant.INT8))
 
     assert quantised.layer_bytes == plain.layer_bytes
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells which pages are mapped")
+def test_code_that_ran_once_is_unmapped_and_runs_again() -> None:
+    def mapped() -> int:
+        areas = psutil.Process().memory_maps(grouped=False)
+        return sum(area.rss for area in areas if "libtorch_cpu" in area.path and "x" in area.perms)
+
+    product = torch.ones(64, 64) @ torch.ones(64, 64)
+    before = mapped()
+
+    reclaim()
+
+    assert mapped() < before / 2
+    assert torch.equal(torch.ones(64, 64) @ torch.ones(64, 64), product)
 
 
 @pytest.mark.parametrize("tied", [True, False])
