@@ -4,8 +4,9 @@ The baseline, in the same run: transformers imports, loads and runs the same ran
 process. Both use one thread; nodes start with `--members 2`. The first start finds no state of
 meshllm, the second one that of the first. `serving` is the time from the start until both nodes
 report that the ring of two serves, `answer` until the first token; `ratio` is `serving` divided by
-the time of transformers plus one second. `rss` is that of the larger process after the first
-answer, `held` the weights, caches and compiled steps that it reports.
+the time of transformers plus one second. `rss` is that of the larger process
+half a minute after the first answer, when what only the start needs is released, `held` the
+weights, caches and compiled steps that it reports.
 """
 
 import os
@@ -37,6 +38,8 @@ model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=tor
 model.generate(input_ids=torch.tensor([[5, 6, 7]]), max_new_tokens=1, do_sample=False)
 """
 MIB = 1 << 20
+IDLE_S = 30.0
+"""Between the first answer and the look at the memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,7 @@ def start(fleet: Fleet, ticket: str, folder: Path) -> tuple[float, float]:
 
 def weigh(fleet: Fleet) -> tuple[int, int]:
     """Return the resident memory of the larger process, and the memory that it reports."""
+    time.sleep(IDLE_S)
     sizes = list[tuple[int, int]]()
     for node in fleet.nodes.values():
         memory = node.status()["memory"]
