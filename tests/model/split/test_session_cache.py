@@ -43,6 +43,13 @@ def test_recorded_rows_are_found_by_layer_and_position(empty: SessionCache) -> N
     assert empty.recorded(4, 0, 1) is None
 
 
+def test_recorded_rows_that_grow_keep_all(empty: SessionCache) -> None:
+    empty.record(3, 0, rows_of(0, 300))
+    empty.record(3, 300, rows_of(300, 600))
+
+    assert recorded(empty, 0, 600) == [*range(600)]
+
+
 def test_rows_that_replace_others_drop_what_followed(empty: SessionCache) -> None:
     empty.record(3, 0, rows_of(0, 6))
     empty.record(3, 4, rows_of(90, 91))
