@@ -17,7 +17,6 @@ from transformers.cache_utils import (
     DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
-    LinearAttentionCacheLayerMixin,
 )
 
 from meshllm.errors import ModelError
@@ -198,7 +197,6 @@ class SpanCache(DynamicCache):  # type: ignore[misc]  # transformers is not foll
         self.span = span
         self.layers = self._within_span(self.layers)
         self._attends = any(isinstance(layer, CacheLayerMixin) for layer in self.layers)
-        self._recurs = any(isinstance(la, LinearAttentionCacheLayerMixin) for la in self.layers)
 
     def take_over(self, others: "Sequence[SpanCache]") -> None:
         """Take over the layers of this span, if ``others`` hold all of them for as many tokens."""
@@ -341,14 +339,6 @@ class SpanCache(DynamicCache):  # type: ignore[misc]  # transformers is not foll
         own = layer_idx < len(self.layers) and isinstance(self.layers[layer_idx], CacheLayerMixin)
         sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx if own else 0)
         return sizes
-
-    def has_previous_state(
-        self, layer_idx: int | None = None, state_idx: int | None = None
-    ) -> bool:
-        """Whether there was a step before; stock code may call it for layers outside the span."""
-        if layer_idx is None and not self._recurs:
-            return self.length > 0
-        return bool(super().has_previous_state(layer_idx, state_idx))
 
     def _within_span(self, layers: list[Any]) -> list[Any]:
         """Replace the layers outside the span by dummies."""
