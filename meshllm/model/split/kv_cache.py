@@ -128,6 +128,12 @@ class _InPlaceLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not 
                 rows.buffer, rows.used = buffer, used
             raise
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last ``-tokens_to_remove`` rows."""
+        if self.is_initialized:
+            for rows in self.rows:
+                rows.used += tokens_to_remove
+
 
 class GrowingLayer(_InPlaceLayer):
     """Keys and values of full attention."""
@@ -147,12 +153,6 @@ class GrowingLayer(_InPlaceLayer):
     def get_seq_length(self) -> int:
         """Return the number of rows."""
         return self.rows[0].used if self.is_initialized else 0
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last ``-tokens_to_remove`` rows."""
-        if self.is_initialized:
-            for rows in self.rows:
-                rows.used += tokens_to_remove
 
 
 class WindowLayer(_InPlaceLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]  # transformers is not followed
@@ -180,10 +180,8 @@ class WindowLayer(_InPlaceLayer, DynamicSlidingWindowLayer):  # type: ignore[mis
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last ``-tokens_to_remove`` rows; the caller has checked `floor`."""
-        if self.is_initialized and tokens_to_remove:
-            self.cumulative_length += tokens_to_remove
-            for rows in self.rows:
-                rows.used += tokens_to_remove
+        self.cumulative_length += tokens_to_remove
+        super().crop(tokens_to_remove)
 
 
 _CROPPABLE = (GrowingLayer, WindowLayer, DynamicIndexedLayer, DummyLayer)
