@@ -6,6 +6,7 @@ place, whereas transformers' own cache copies all of them for every token.
 
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from transformers.cache_utils import (
     DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
-    LinearAttentionCacheLayerMixin,
 )
 
 from meshllm.errors import ModelError
@@ -38,6 +38,11 @@ class Rows:
     def held(self) -> Tensor:
         """All rows in use."""
         return self.buffer.narrow(-2, 0, self.used)
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """All dimensions but T, and the dtype."""
+        return (*self.buffer.shape[:-2], self.buffer.shape[-1], self.buffer.dtype)
 
     def extend(self, count: int, window: int = 0) -> None:
         """Add rows without writing them; a reallocation drops rows older than ``window``."""
@@ -74,24 +79,25 @@ class Rows:
         self.buffer.narrow(-2, self.used - count, count).copy_(states)
 
 
-def _rows_view(number: int) -> property:
-    """Return a property that views the rows; the view is created only when it is read."""
+@dataclass(frozen=True, slots=True)
+class _RowsView:
+    """An attribute that views rows, created only when it is read; None before the first rows."""
 
-    def read(layer: Any) -> Tensor | None:
-        return layer.rows[number].held if layer.is_initialized else None
+    number: int
 
-    def assign(_layer: Any, value: Tensor | None) -> None:
+    def __get__(self, layer: Any, _owner: type) -> Any:
+        return layer.rows[self.number].held if layer.is_initialized else None
+
+    def __set__(self, _layer: Any, value: Tensor | None) -> None:
         if value is not None and value.numel():  # stock code assigns None and empty tensors
             raise TypeError("Keys and values can only be written in place")
-
-    return property(read, assign)
 
 
 class _InPlaceLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not followed
     """Keys and values in rows that grow in place."""
 
-    keys = _rows_view(0)
-    values = _rows_view(1)
+    keys = _RowsView(0)
+    values = _RowsView(1)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Create empty rows of these shapes and dtypes."""
@@ -122,6 +128,12 @@ class _InPlaceLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not 
                 rows.buffer, rows.used = buffer, used
             raise
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last ``-tokens_to_remove`` rows."""
+        if self.is_initialized:
+            for rows in self.rows:
+                rows.used += tokens_to_remove
+
 
 class GrowingLayer(_InPlaceLayer):
     """Keys and values of full attention."""
@@ -141,12 +153,6 @@ class GrowingLayer(_InPlaceLayer):
     def get_seq_length(self) -> int:
         """Return the number of rows."""
         return self.rows[0].used if self.is_initialized else 0
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last ``-tokens_to_remove`` rows."""
-        if self.is_initialized:
-            for rows in self.rows:
-                rows.used += tokens_to_remove
 
 
 class WindowLayer(_InPlaceLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]  # transformers is not followed
@@ -174,10 +180,8 @@ class WindowLayer(_InPlaceLayer, DynamicSlidingWindowLayer):  # type: ignore[mis
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last ``-tokens_to_remove`` rows; the caller has checked `floor`."""
-        if self.is_initialized and tokens_to_remove:
-            self.cumulative_length += tokens_to_remove
-            for rows in self.rows:
-                rows.used += tokens_to_remove
+        self.cumulative_length += tokens_to_remove
+        super().crop(tokens_to_remove)
 
 
 _CROPPABLE = (GrowingLayer, WindowLayer, DynamicIndexedLayer, DummyLayer)
@@ -198,19 +202,18 @@ class SpanCache(DynamicCache):  # type: ignore[misc]  # transformers is not foll
         self.span = span
         self.layers = self._within_span(self.layers)
         self._attends = any(isinstance(layer, CacheLayerMixin) for layer in self.layers)
-        self._recurs = any(isinstance(la, LinearAttentionCacheLayerMixin) for la in self.layers)
 
     def take_over(self, others: "Sequence[SpanCache]") -> None:
         """Take over the layers of this span, if ``others`` hold all of them for as many tokens."""
         span = range(self.span.start, self.span.stop)
-        owners = [next((each for each in others if at in each.span), None) for at in span]
-        lengths = {owner.length if owner else 0 for owner in owners}
+        begun = [each for each in others if each.length and each.span.overlaps(self.span)]
+        layers = [each.layers[at] for at in span for each in begun if at in each.span]
+        lengths = {each.length for each in begun}
         if not span:  # nothing to hold
             self.length = max((other.length for other in others), default=0)
-        elif len(lengths) == 1 and (length := lengths.pop()):
-            self.length = length
-            for index, owner in zip(span, owners, strict=True):
-                self.layers[index] = owner.layers[index] if owner else self.layers[index]
+        elif len(layers) == len(span) and len(lengths) == 1:
+            self.length = lengths.pop()
+            self.layers[span.start : span.stop] = layers
 
     def copied_rows(self, layer: int, start: int, stop: int) -> tuple[Tensor, int] | None:
         """Copy keys and values ``[1, H, T, D]`` of a layer side by side.
@@ -298,7 +301,7 @@ class SpanCache(DynamicCache):  # type: ignore[misc]  # transformers is not foll
             self.layers = self._within_span(DynamicCache(config=self._config).layers)
             self.length = 0
             return
-        if length > self.length or (length < self.length and length < self.floor):
+        if not self.floor <= length <= self.length:
             raise ModelError(
                 f"Cannot crop a cache of {self.length} tokens to {length}:"
                 f" the valid range is {self.floor} to {self.length}",
@@ -342,14 +345,6 @@ class SpanCache(DynamicCache):  # type: ignore[misc]  # transformers is not foll
         sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx if own else 0)
         return sizes
 
-    def has_previous_state(
-        self, layer_idx: int | None = None, state_idx: int | None = None
-    ) -> bool:
-        """Whether there was a step before; stock code may call it for layers outside the span."""
-        if layer_idx is None and not self._recurs:
-            return self.length > 0
-        return bool(super().has_previous_state(layer_idx, state_idx))
-
     def _within_span(self, layers: list[Any]) -> list[Any]:
         """Replace the layers outside the span by dummies."""
         return [
@@ -359,13 +354,8 @@ class SpanCache(DynamicCache):  # type: ignore[misc]  # transformers is not foll
 
 
 def _is_alike(rows: Sequence[Rows], layer: Any) -> bool:
-    """Return whether rows have the shapes and dtypes of those in a layer that grows."""
-
-    def form(each: Rows) -> tuple[object, ...]:
-        shape = each.buffer.shape
-        return (*shape[:-2], shape[-1], each.buffer.dtype)
-
-    return type(layer) is GrowingLayer and [*map(form, rows)] == [*map(form, layer.rows)]
+    """Return whether rows have the form of those in a layer that grows."""
+    return type(layer) is GrowingLayer and [r.form for r in rows] == [r.form for r in layer.rows]
 
 
 def max_crop_of(config: Any, layers: int) -> int | None:

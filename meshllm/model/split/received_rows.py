@@ -49,11 +49,9 @@ class ReceivedRows:
 def _append(held: Sequence[Rows], pos: int, parts: Sequence[Tensor]) -> None:
     pairs = [*zip(held, parts, strict=True)]
     for rows, part in pairs:
-        before, shape = rows.buffer, (*part.shape[:-2], part.shape[-1])
-        is_alike = (*before.shape[:-2], before.shape[-1]) == shape and before.dtype == part.dtype
-        if rows.used != pos or not is_alike:
+        if rows.used != pos or rows.form != Rows(part).form:
             found = f"{part.dtype} rows of shape {list(part.shape)} at {pos}"
-            raise ModelError(f"{found} behind {rows.used} of {list(before.shape)}")
+            raise ModelError(f"{found} behind {rows.used} of {list(rows.buffer.shape)}")
     try:
         for rows, part in pairs:
             rows.extend(part.shape[-2])

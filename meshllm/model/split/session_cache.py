@@ -51,9 +51,9 @@ class SessionCache:
 
     def __init__(self, parts: Sequence[SpanCache]) -> None:
         self.parts = list(parts)
-        self.sent: dict[int, Rows] = {}
-        """Outputs ``[1, T, D]`` of a layer, from position 0 on; the key is the next layer."""
-        self._firsts: dict[int, int | None] = {}  # where they begin instead; None: at the next rows
+        self.sent: dict[int, tuple[int, Rows]] = {}
+        """First position and outputs ``[1, T, D]`` of a layer; the key is the next layer."""
+        self._late = set[int]()  # layers whose outputs begin with the next rows, at any position
 
     @property
     def length(self) -> int:
@@ -63,7 +63,7 @@ class SessionCache:
     @property
     def sent_bytes(self) -> int:
         """Memory of the rows."""
-        return sum(rows.buffer.nbytes for rows in self.sent.values())
+        return sum(rows.buffer.nbytes for _, rows in self.sent.values())
 
     def crop(self, length: int) -> None:
         """Keep the first ``length`` tokens; 0 empties the cache of any family.
@@ -73,8 +73,8 @@ class SessionCache:
         """
         for part in self.parts:
             part.crop(length)
-        for layer, rows in self.sent.items():
-            rows.used = min(rows.used, max(0, length - self._first(layer)))
+        for first, rows in self.sent.values():
+            rows.used = min(rows.used, max(0, length - first))
 
     def branch(self, length: int) -> "SessionCache":
         """Copy the first ``length`` tokens to a new cache; of a part that holds fewer, all.
@@ -83,10 +83,9 @@ class SessionCache:
             ModelError: the states cannot be rolled back that far.
         """
         other = SessionCache([part.branch(min(length, part.length)) for part in self.parts])
-        for layer, rows in self.sent.items():
-            first = self._first(layer)
+        for layer, (first, rows) in self.sent.items():
             if (held := min(rows.used, length - first)) > 0:
-                other._firsts[layer] = None
+                other._late.add(layer)
                 other.record(layer, first, rows.held[..., :held, :])
         return other
 
@@ -101,7 +100,7 @@ class SessionCache:
                 part.adopt(received.layers, like)
         last = self.parts[-1].span.stop
         if last not in self.sent:
-            self._firsts[last] = None
+            self._late.add(last)
             if (sent := received.sent.get(last)) and sent.used >= self.length:
                 self.record(last, 0, sent.held[..., : self.length, :])
 
@@ -115,25 +114,29 @@ class SessionCache:
         self.parts = list(parts)
         first, last = parts[0].span.start, parts[-1].span.stop
         self.sent = {layer: rows for layer, rows in self.sent.items() if first <= layer <= last}
-        self._firsts = {layer: at for layer, at in self._firsts.items() if layer in self.sent}
 
     def record(self, layer: int, start: int, rows: Tensor) -> None:
         """Add the rows ``[1, T, D]`` from position ``start`` on; without those before, drop them.
 
         ``layer`` is the one that they enter next.
         """
-        if start == 0 or self._firsts.get(layer, 0) is None:
-            self.sent[layer], self._firsts[layer] = Rows(rows), start
-        sent, first = self.sent.get(layer), self._first(layer)
-        if sent is not None and first <= start <= first + sent.used:
+        if start == 0 or layer in self._late:
+            self.sent[layer] = start, Rows(rows)
+            self._late.discard(layer)
+        if layer not in self.sent:
+            return
+        first, sent = self.sent[layer]
+        if first <= start <= first + sent.used:
             sent.used = start - first
             sent.extend(rows.shape[-2])
             sent.write(rows)
 
     def recorded(self, layer: int, start: int, stop: int) -> Tensor | None:
         """Return the rows ``[1, T, D]`` at positions ``start`` to ``stop``; None if unknown."""
-        sent, first = self.sent.get(layer), self._first(layer)
-        if sent is None or not first <= start <= stop <= first + sent.used:
+        if layer not in self.sent:
+            return None
+        first, sent = self.sent[layer]
+        if not first <= start <= stop <= first + sent.used:
             return None
         return sent.held[..., start - first : stop - first, :]
 
@@ -141,6 +144,3 @@ class SessionCache:
         """Copy keys and values of a layer, see `SpanCache.copied_rows`."""
         part = next((each for each in self.parts if layer in each.span), None)
         return part.copied_rows(layer, start, stop) if part else None
-
-    def _first(self, layer: int) -> int:
-        return self._firsts.get(layer) or 0

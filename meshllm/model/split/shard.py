@@ -42,8 +42,6 @@ class Shard:
         self.span = part.span
         self.embed = part.embed
         self.head = part.head
-        self.layers = skeleton.layers
-        """Number of layers of the whole model."""
         self.model = skeleton.model
         """The stock model, stripped; its modules may be replaced by faster ones."""
         pin_frequencies(self.model)

@@ -129,8 +129,9 @@ class Twin(nn.Module):
         return SimpleNamespace(logits=self.head(hidden))
 
 
-def test_of_two_lists_the_layers_are_the_larger_one() -> None:
-    anatomy = examine(Twin(3), 3)
+@pytest.mark.parametrize("layers", [1, 3])
+def test_of_two_lists_the_layers_are_the_larger_one(layers: int) -> None:
+    anatomy = examine(Twin(layers), layers)
 
     assert (anatomy.layers, anatomy.arity) == ("blocks", 0)
     assert [*anatomy.inputs, *anatomy.outputs] == ["embed", "head"]

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, MambaConfig, MistralConfig, PreTrainedConfig
+from transformers.cache_utils import DummyLayer, DynamicIndexedLayer
 
 from meshllm.errors import ModelError
 from meshllm.model.shape import BLOCK, MOST_ROWS, SLACK, rows_for
@@ -189,7 +190,6 @@ def test_ends_without_layers_count_tokens_too() -> None:
 
     assert cache.get_seq_length() == 9
     assert cache.get_mask_sizes(2, 0) == (11, 0)
-    assert cache.has_previous_state()
     assert cache.croppable
     cache.crop(4)
     assert (cache.length, cache.bytes) == (4, 0)
@@ -236,12 +236,28 @@ def test_a_layer_that_no_other_cache_holds_leaves_all_empty() -> None:
     assert (both.length, both.bytes) == (0, 0)
 
 
-def test_ends_have_a_previous_state_from_the_first_token_on() -> None:
-    cache = SpanCache(llama(), Span(0, 0))
+def test_layers_of_two_caches_are_taken_over_together() -> None:
+    one, other = SpanCache(llama(), Span(0, 1)), SpanCache(llama(), Span(1, 3))
+    one.update(rows(0, 3), rows(0, 3), 0)
+    for layer in (1, 2):
+        other.update(rows(0, 3), rows(0, 3), layer)
+    one.length = other.length = 3
+    both = SpanCache(llama(), Span(0, 2))
 
-    assert not cache.has_previous_state()
-    cache.length = 1
-    assert cache.has_previous_state()
+    both.take_over([one, other])
+
+    assert both.length == 3
+    assert both.layers[:2] == [one.layers[0], other.layers[1]]
+    assert type(both.layers[2]) is DummyLayer
+
+
+def test_a_forward_that_raised_at_the_first_token_is_not_taken_over() -> None:
+    one, other = SpanCache(llama(), Span(0, 1)), SpanCache(llama(), Span(0, 1))
+    one.update(rows(0, 3), rows(0, 3), 0)
+
+    other.take_over([one])
+
+    assert (other.length, other.bytes) == (0, 0)
 
 
 def test_a_crop_after_a_forward_that_raised_makes_the_layers_agree() -> None:
@@ -254,6 +270,16 @@ def test_a_crop_after_a_forward_that_raised_makes_the_layers_agree() -> None:
     cache.crop(cache.length)
 
     assert [cache.get_seq_length(layer) for layer in (0, 1)] == [5, 5]
+
+
+def test_a_layer_that_reads_the_rows_of_another_has_none_to_crop() -> None:
+    cache = SpanCache(llama(), Span(1, 2))
+    cache.layers[1] = DynamicIndexedLayer()
+    cache.length = 3
+
+    cache.crop(2)
+
+    assert cache.length == 2
 
 
 @pytest.mark.parametrize("length", [-1, 4])
@@ -309,17 +335,15 @@ def test_the_capacity_of_a_window_is_bounded() -> None:
 def test_a_recurrent_state_cannot_be_cropped_but_can_be_reset() -> None:
     cache = SpanCache(MambaConfig(num_hidden_layers=4), Span(1, 2))
     cache.update_conv_state(torch.ones(1, 4, 3), 1)
-    assert cache.has_previous_state()  # though the forward has not ended
     cache.length = 3
 
     assert not cache.croppable
     assert cache.bytes > 0
-    assert cache.has_previous_state()
     with pytest.raises(ModelError, match="the valid range is 3 to 3"):
         cache.crop(2)
     cache.crop(3)
     cache.crop(0)
-    assert not cache.has_previous_state()
+    assert (cache.length, cache.bytes) == (0, 0)
 
 
 def test_it_is_a_dynamic_cache_of_transformers() -> None:
@@ -385,3 +409,8 @@ def test_slack_is_the_smallest_of_all_layers() -> None:
     assert max_crop_of(llama(), 4) is None
     assert max_crop_of(mistral(), 4) == SLACK // 2
     assert max_crop_of(MambaConfig(num_hidden_layers=4), 4) == 0
+    for at in (0, 3):
+        config = llama()
+        config.sliding_window, config.layer_types = WINDOW, ["full_attention"] * 4
+        config.layer_types[at] = "sliding_attention"
+        assert max_crop_of(config, 4) == SLACK // 2

@@ -200,6 +200,7 @@ def test_a_record_behind_rows_that_were_handed_over_is_cropped_and_copied(source
     assert short.sent == {}
     mine.crop(COUNT - 2)
     assert mine.recorded(3, COUNT - 3, COUNT - 2) is None
+    assert mine.recorded(3, COUNT, COUNT + 1) is None
     mine.crop(0)
     after.prefill(x, mine)
     assert mine.recorded(3, 0, COUNT) is not None

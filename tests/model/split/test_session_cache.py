@@ -10,6 +10,7 @@ from transformers import LlamaConfig
 from meshllm.errors import ModelError
 from meshllm.model.files.source import Source, resolve
 from meshllm.model.split.kv_cache import SpanCache
+from meshllm.model.split.received_rows import ReceivedRows
 from meshllm.model.split.session_cache import SentRows, SessionCache
 from meshllm.model.steps.load import load_shard
 from meshllm.model.steps.runner import Runner, SpanRunner
@@ -43,12 +44,31 @@ def test_recorded_rows_are_found_by_layer_and_position(empty: SessionCache) -> N
     assert empty.recorded(4, 0, 1) is None
 
 
+def test_recorded_rows_that_grow_keep_all(empty: SessionCache) -> None:
+    empty.record(3, 0, rows_of(0, 300))
+    empty.record(3, 300, rows_of(300, 600))
+
+    assert recorded(empty, 0, 600) == [*range(600)]
+
+
 def test_rows_that_replace_others_drop_what_followed(empty: SessionCache) -> None:
     empty.record(3, 0, rows_of(0, 6))
     empty.record(3, 4, rows_of(90, 91))
 
     assert recorded(empty, 0, 5) == [0, 1, 2, 3, 90]
     assert recorded(empty, 5, 6) is None
+
+
+def test_rows_that_begin_late_are_replaced_at_their_position() -> None:
+    config = LlamaConfig(num_hidden_layers=3)
+    cache = SessionCache([SpanCache(config, Span(0, 3))])
+    cache.adopt(ReceivedRows(), [SpanCache(config, Span(0, 3))])
+
+    cache.record(3, 5, rows_of(5, 8))
+    cache.record(3, 6, rows_of(90, 91))
+
+    assert recorded(cache, 5, 7) == [5, 90]
+    assert recorded(cache, 7, 8) is None
 
 
 def test_rows_behind_a_gap_are_not_recorded(empty: SessionCache) -> None:
@@ -113,6 +133,18 @@ def test_a_session_that_exceeds_the_bytes_loses_its_rows(empty: SessionCache) ->
     assert recorded(other, 0, 1) is None
     sent.record(other, 3, 1, rows_of(1, 2))
     assert other.sent_bytes == 0
+
+
+def test_a_session_that_grows_too_large_loses_its_rows(empty: SessionCache) -> None:
+    empty.record(3, 0, rows_of(0, 1))
+    sent, cache = SentRows(empty.sent_bytes), SessionCache([])
+
+    for start in (0, 1):
+        sent.record(cache, 3, start, rows_of(start, start + 1))
+    assert recorded(cache, 0, 2) == [0, 1]
+    sent.record(cache, 3, 2, rows_of(2, 1000))
+
+    assert cache.sent == {}
 
 
 def test_the_rows_of_a_branch_count(empty: SessionCache) -> None:

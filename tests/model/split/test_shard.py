@@ -1,6 +1,7 @@
 """Shards of a model give its logits, bit for bit; see test_families for every type."""
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -176,14 +177,17 @@ def test_a_family_may_pass_the_hidden_state_by_keyword(tmp_path: Path, ids: Tens
         assert torch.equal(ring.write(chunk), whole(chunk))
 
 
-def test_a_family_may_scale_its_embeddings_in_place(tmp_path: Path) -> None:
+def test_a_family_may_scale_its_embeddings_in_place(tmp_path: Path, ids: Tensor) -> None:
     source = tiny_model(tmp_path, "ctrl")
-    middle = load_shard(source, Span(2, 3), embed=False, head=False)
-    hidden = torch.ones(1, 2, 64)
+    ctrl = Model(source, stock_model(source))
+    front, back = Ring(ctrl, [Part(Span(0, 1), True, False), Part(Span(1, 6), False, True)]).shards
+    hidden = front.forward(ids, None)
+    before = hidden.clone()
 
-    middle.forward(hidden, middle.new_cache())
+    logits = back.forward(hidden, None)
 
-    assert torch.equal(hidden, torch.ones(1, 2, 64))
+    assert torch.equal(logits, ctrl.whole()(ids))
+    assert torch.equal(hidden, before)
 
 
 def test_only_the_requested_rows_are_returned(model: Model, ids: Tensor) -> None:
@@ -221,6 +225,22 @@ def test_a_head_that_shares_all_weights_needs_no_file(tied: Model, ids: Tensor) 
 
     assert head.model.model.norm.weight is whole.model.model.norm.weight
     assert head.forward(torch.zeros(1, 2, 64), None).shape[:2] == (1, 2)
+
+
+def test_stock_code_gets_the_cache_and_the_positions_behind_it(tied: Model, ids: Tensor) -> None:
+    shard, given = tied.shard(SPLITS["one part"][0]), list[dict[str, Any]]()
+    cache = shard.new_cache()
+    note = shard.model.register_forward_pre_hook(
+        lambda _model, _args, options: given.append(options), with_kwargs=True
+    )
+    with ExitStack() as hooks:
+        hooks.callback(note.remove)
+        for rows, held in ((ids[:1, :3], cache), (ids[:1, 3:5], cache), (ids[:1, :2], None)):
+            shard.forward(rows, held)
+
+    positions = [options["position_ids"].tolist() for options in given]
+    assert positions == [[[0, 1, 2]], [[3, 4]], [[0, 1]]]
+    assert [options["use_cache"] for options in given] == [True, True, False]
 
 
 def test_sessions_do_not_see_each_other(tied: Model, ids: Tensor) -> None:

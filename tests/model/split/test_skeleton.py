@@ -61,6 +61,16 @@ def test_both_sides_of_a_tie_stay_with_either_end() -> None:
     assert held(config, Part(Span(1, 2), embed=False, head=False)) == set()
 
 
+def test_only_ties_of_weights_that_are_both_held_are_left() -> None:
+    skeleton = build(llama(tied=False), torch.float32)
+    first, middle, last = (f"model.layers.{n}.input_layernorm.weight" for n in (0, 2, 3))
+    skeleton.model.all_tied_weights_keys = {middle: first, last: middle}
+
+    strip(skeleton, Part(Span(2, 4), embed=False, head=False))
+
+    assert skeleton.model.all_tied_weights_keys == {last: middle}
+
+
 def test_stubs_keep_the_index_of_their_layer() -> None:
     skeleton = build(llama(tied=True), torch.float32)
 

@@ -44,6 +44,7 @@ def test_an_embedding_becomes_a_zero_that_broadcasts() -> None:
     stub = EndStub(nn.Embedding(3, 4, dtype=torch.bfloat16))
 
     assert torch.equal(HIDDEN + stub(torch.ones(1, 2)), HIDDEN)
+    assert stub(torch.ones(1, 2)).ndim == HIDDEN.ndim
     assert stub(torch.tensor([[1]])).dtype is torch.bfloat16
 
 

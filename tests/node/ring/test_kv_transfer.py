@@ -234,7 +234,7 @@ def test_a_layer_that_fails_once_is_not_sent_again() -> None:
 def test_hidden_states_behind_a_hole_are_not_sent() -> None:
     length = 3 * BLOCK_ROWS
     cache = cache_of(length, records=False)
-    cache._firsts[4] = None
+    cache._late.add(4)
     cache.record(4, 2 * BLOCK_ROWS, states(2 * BLOCK_ROWS, length, HIDDEN, 1)[0])
     peer = Peer()
 
