@@ -300,6 +300,8 @@ def test_a_full_relay_makes_room_in_the_most_crowded_network() -> None:
     settle(relay, B, CAFE)  # of the same /24
     settle(relay, C, OFFICE)
     send(relay, A.to(C), HOME)
+    for node, place in ((A, HOME), (B, CAFE)):
+        settle(relay, node, place)  # B is still the one that was never used
 
     assert len(settle(relay, D, ("198.51.100.1", 9))) == 1
 
