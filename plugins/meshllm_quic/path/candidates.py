@@ -73,14 +73,15 @@ class Candidate:
         due, self._pause = now + self._pause, min(self._pause * GROWTH, MAX_PAUSE)
         self.due = due if due < self._end and self.probes < MAX_PROBES else None
 
-    def answer(self, now: float, sample_s: float) -> None:
-        """Note a reply and its round trip."""
+    def answer(self, now: float, sample_s: float) -> float:
+        """Note a reply and its round trip; return the smoothed one."""
         self.answers += 1
         self.answered = now
         if self.answers >= self._wanted:
             self.due = None
         smoothed = sample_s if self.round_trip_s is None else self.round_trip_s
         self.round_trip_s = smoothed + _GAIN * (sample_s - smoothed)
+        return self.round_trip_s
 
     def timed_out(self) -> None:
         """Note that it was the route and timed out."""

@@ -21,6 +21,7 @@ class PathMtu:
         self.size = MAX_INNER_BYTES
         self._goals = goals
         self._rounds = 0
+        self._left: dict[int, int]
         self.deadline = now
         """When `expire` must be called."""
         self._begin(now)

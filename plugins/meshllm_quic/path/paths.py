@@ -195,9 +195,9 @@ class Paths:
         if candidate is None:
             return []
         is_first = candidate.round_trip_s is None
-        candidate.answer(now, now - sent.at)
+        round_trip_s = candidate.answer(now, now - sent.at)
         if source == self._direct:
-            liveness.answered(now, candidate.round_trip_s)
+            liveness.answered(now, round_trip_s)
             self._mtu = self._mtu or self._sizes(now)
             self._offer_at = None
             return [RouteChanged()] if is_first else []

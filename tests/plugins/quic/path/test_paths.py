@@ -527,11 +527,12 @@ def test_a_slow_route_has_three_round_trips_to_reply() -> None:
     side.run(START + 0.5, START + 7, A, round_trip=0.5)
     side.paths.sent(START + 7)
 
-    side.run(START + 7, START + 8.9)
-    assert side.paths.route == Direct(A)
-    side.run(START + 8.9, START + 9)
+    routes = list[Route]()
+    for begun, until in ((7, 8.9), (8.9, 9)):
+        side.run(START + begun, START + until)
+        routes.append(side.paths.route)
 
-    assert side.paths.route == RELAY
+    assert routes == [Direct(A), RELAY]
 
 
 def test_of_several_other_addresses_the_fastest_becomes_the_route() -> None:
