@@ -115,7 +115,7 @@ class Paths:
         self._offered: float  # when either side last sent an offer
         self._offer_at: float | None = None
         self._probed_back_at = -inf
-        self._answers = TokenBucket(MAX_ANSWERS, MAX_ANSWERS, MAX_ANSWERS, 0.0)
+        self._answers = TokenBucket(MAX_ANSWERS, MAX_ANSWERS)
         self._silent: Address | None = None  # the direct route that timed out
         if isinstance(route, Direct):
             self._candidates.keep(route.address)

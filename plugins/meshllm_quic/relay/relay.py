@@ -169,8 +169,8 @@ class Relay:
         self._hosts: Counter[bytes] = Counter()
         self._networks: Counter[bytes] = Counter()
         self._sources: Counter[Address] = Counter()
-        self._total = _budget(SHARE * limits.rate, BURST_S, 0.0)
-        self._verifications = _budget(VERIFICATIONS, 1.0, 0.0)
+        self._total = _budget(SHARE * limits.rate, BURST_S)
+        self._verifications = _budget(VERIFICATIONS, 1.0)
         self._host_verifications = _shares(HOST_VERIFICATIONS, 8.0, random)
         self._answers = _shares(HOST_ANSWERS, BURST_S, random)
         self._quotas = _shares(limits.quota / DAY_S, DAY_S, random)
@@ -248,7 +248,7 @@ class Relay:
         is_new = registration is None or registration.host != host
         if is_new and self._has_many(host):
             return Refusal.HOST
-        is_own = self._host_verifications.of(host, now).take(1, now)
+        is_own = self._host_verifications.of(host).take(1, now)
         if not (is_own and self._verifications.take(1, now)):
             return Refusal.BUSY
         return None if _verify(packet) else Refusal.SIGNATURE
@@ -268,8 +268,8 @@ class Relay:
             packet.key,
             addresses,
             host,
-            before.rate if before else _budget(self._limits.rate, BURST_S, now),
-            self._quotas.of(host, now),
+            before.rate if before else _budget(self._limits.rate, BURST_S),
+            self._quotas.of(host),
             is_used=before is not None and before.is_used,
         )
         self.statistics.registered = len(self._registrations)
@@ -304,7 +304,7 @@ class Relay:
 
     def _unknown(self, reason: Refusal, tag: Tag, source: Address, now: float) -> Outgoing:
         self._refuse(reason)
-        if not self._answers.of(host_of(source), now).take(1, now):
+        if not self._answers.of(host_of(source)).take(1, now):
             return []
         return [(UnknownTag(tag).encode(), source)]
 
@@ -325,8 +325,8 @@ def _drop(counts: Counter[T], what: T) -> None:
         del counts[what]
 
 
-def _budget(rate: float, burst_s: float, now: float) -> TokenBucket:
-    return TokenBucket(rate, rate * burst_s, rate * burst_s, now)
+def _budget(rate: float, burst_s: float) -> TokenBucket:
+    return TokenBucket(rate, rate * burst_s)
 
 
 def _shares(rate: float, burst_s: float, random: Callable[[int], bytes]) -> HostBuckets:

@@ -404,7 +404,7 @@ def test_signature_checks_per_host_are_limited() -> None:
 
 def test_signature_checks_in_total_are_limited() -> None:
     relay = make()
-    relay._verifications.left = 1.0
+    relay._verifications.left, relay._verifications.at = 1.0, 0.0
 
     assert len(settle(relay, A, HOME)) == 1
     assert settle(relay, B, CAFE) == []
