@@ -243,7 +243,7 @@ class Relay:
             return Refusal.KEY
         if registration is not None and registration.key != packet.key:
             return Refusal.TAKEN
-        if registration is None and self._is_full() and self._crowded(network_of(host)) is None:
+        if registration is None and self._is_full() and not self._may_displace(network_of(host)):
             return Refusal.FULL
         is_new = registration is None or registration.host != host
         if is_new and self._has_many(host):
@@ -260,7 +260,7 @@ class Relay:
         if before is not None:
             self._leave(before)
         elif self._is_full():
-            self._make_room(network_of(host))
+            self._make_room()
         self._hosts[host] += 1
         self._networks[network_of(host)] += 1
         self._sources.update(addresses.keys())
@@ -288,14 +288,14 @@ class Relay:
         is_crowded = self._networks[network_of(host)] >= self._limits.network_registrations
         return is_crowded or self._hosts[host] >= self._limits.host_registrations
 
-    def _crowded(self, own: bytes) -> bytes | None:
-        """Return the network with most registrations, if it has more than another one would."""
-        ((network, most),) = self._networks.most_common(1)
-        return network if most > self._networks[own] + 1 else None
+    def _may_displace(self, own: bytes) -> bool:
+        """Return whether another network has more registrations than ``own`` will have."""
+        ((_, most),) = self._networks.most_common(1)
+        return most > self._networks[own] + 1
 
-    def _make_room(self, own: bytes) -> None:
+    def _make_room(self) -> None:
         """Remove a registration of the most crowded network: a never used one, else the oldest."""
-        crowded = self._crowded(own)
+        ((crowded, _),) = self._networks.most_common(1)
         there = [
             tag for tag, each in self._registrations.items() if network_of(each.host) == crowded
         ]

@@ -316,6 +316,16 @@ def test_a_full_relay_makes_room_in_the_most_crowded_network() -> None:
     assert relay.is_registered(HOME, 0.0)
 
 
+def test_a_full_relay_makes_no_room_for_a_network_that_would_have_as_many() -> None:
+    relay = make(RelayLimits(registrations=3))
+    settle(relay, A, HOME)
+    settle(relay, B, CAFE)
+    settle(relay, C, OFFICE)
+
+    assert settle(relay, D, ("2001:db8::2", 9)) == []
+    assert relay.statistics.refused == {Refusal.FULL: 1}
+
+
 def test_of_a_crowded_network_in_use_the_oldest_registration_goes() -> None:
     relay = make(RelayLimits(registrations=2))
     settle(relay, A, HOME)
