@@ -180,7 +180,7 @@ class Controller(QuicCongestionControl):
             return
         self._was_full = True
         if is_congested:
-            self._rates = deque([BACK_OFF * self._rates[-1]], maxlen=RATE_ROUNDS)
+            self._rates.extend(RATE_ROUNDS * [BACK_OFF * self._rates[-1]])  # replaces all rates
         self._advance(is_congested=is_congested)
         if self._phase is not Phase.STARTUP:
             self._floor = self._at_most(LEAST_PACKETS)

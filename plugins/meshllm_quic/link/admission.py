@@ -61,7 +61,7 @@ class ConnectionAdmission(Generic[T]):
         self._relays: dict[T, tuple[str, str]] = {}
         """The relay and the host of each half-open connection that came through one."""
         self._tokens = QuicRetryTokenHandler()
-        self._unproven = TokenBucket(RETRY_ABOVE, RETRY_ABOVE, RETRY_ABOVE, 0.0)
+        self._unproven = TokenBucket(RETRY_ABOVE, RETRY_ABOVE)
         self._proven = HostBuckets(HOST_RATE, 2 * HOST_RATE, os.urandom)
 
     def __len__(self) -> int:
@@ -71,7 +71,7 @@ class ConnectionAdmission(Generic[T]):
         self, datagram: bytes, source: Address, host: str, now: float
     ) -> Admitted | bytes | None:
         """Decide on a datagram without a connection: accept it, return a reply, or ignore it."""
-        if len(datagram) < SMALLEST_MAX_DATAGRAM_SIZE or not datagram[0] & 0x80:
+        if len(datagram) < SMALLEST_MAX_DATAGRAM_SIZE:
             return None
         try:
             header = pull_quic_header(Buffer(data=datagram), host_cid_length=ID_BYTES)
@@ -83,7 +83,7 @@ class ConnectionAdmission(Generic[T]):
             return None
         if header.token:
             verdict = self._check(header.token, header.destination_cid, source, now)
-            rate = self._proven.of(groups(host)[0].encode(), now)
+            rate = self._proven.of(groups(host)[0].encode())
             return verdict if verdict and rate.take(1, now) else None
         if len(self) < RETRY_ABOVE and self._unproven.take(1, now):
             return Admitted(header.destination_cid, None)
@@ -128,7 +128,7 @@ class ConnectionAdmission(Generic[T]):
         return [next(each for each, at in hosts.items() if at == most)]
 
     def _negotiate(self, version: int | None, source: bytes, destination: bytes) -> bytes | None:
-        if not version:  # a Version Negotiation packet is never answered
+        if not version:  # a short header, or Version Negotiation, which is never answered
             return None
         return encode_quic_version_negotiation(
             source_cid=destination,

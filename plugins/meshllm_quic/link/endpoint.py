@@ -69,7 +69,7 @@ class Endpoint:
         self._hosts: tuple[str, ...] = ()
         self.admission = ConnectionAdmission[Connection]()
         self._paths: dict[bytes, list[PathDriver]] = {}
-        self._probes = TokenBucket(PROBES, PROBES, PROBES, 0.0)
+        self._probes = TokenBucket(PROBES, PROBES)
         self._probes_of = HostBuckets(HOST_PROBES, 4 * HOST_PROBES, random)
         self._members: Counter[bytes] = Counter()
         self._relay = Relay(self._members.__contains__, random=random)
@@ -146,7 +146,7 @@ class Endpoint:
     def may_probe(self, to: Address) -> bool:
         """Count a probe; return False if it exceeds the rate limit of the host or in total."""
         now = self._loop.time()
-        return self._probes_of.of(host_of(to), now).take(1, now) and self._probes.take(1, now)
+        return self._probes_of.of(host_of(to)).take(1, now) and self._probes.take(1, now)
 
     def bind(self, connection_id: bytes, connection: Connection) -> None:
         """Route datagrams for this connection id to the connection."""

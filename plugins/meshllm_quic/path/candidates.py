@@ -8,6 +8,7 @@ traffic to a third party whose address was offered.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from ipaddress import IPv4Address, ip_address
+from math import inf
 
 from meshllm_quic.net.network import Address
 
@@ -30,7 +31,7 @@ class Candidate:
     """One candidate address of the peer."""
 
     address: Address
-    is_offered: bool
+    is_offered: bool = False
     due: float | None = None
     """When the next probe of the series is due."""
     probes: int = 0
@@ -50,7 +51,7 @@ class Candidate:
     def cost_s(self) -> float:
         """Round trip minus the bonus of IPv6; infinite while not measured."""
         if self.round_trip_s is None:
-            return float("inf")
+            return inf
         return self.round_trip_s - (IPV6_BONUS if ":" in self.address[0] else 0.0)
 
     def is_fresh(self, now: float) -> bool:
@@ -72,14 +73,15 @@ class Candidate:
         due, self._pause = now + self._pause, min(self._pause * GROWTH, MAX_PAUSE)
         self.due = due if due < self._end and self.probes < MAX_PROBES else None
 
-    def answer(self, now: float, sample_s: float) -> None:
-        """Note a reply and its round trip."""
+    def answer(self, now: float, sample_s: float) -> float:
+        """Note a reply and its round trip; return the smoothed one."""
         self.answers += 1
         self.answered = now
         if self.answers >= self._wanted:
             self.due = None
         smoothed = sample_s if self.round_trip_s is None else self.round_trip_s
         self.round_trip_s = smoothed + _GAIN * (sample_s - smoothed)
+        return self.round_trip_s
 
     def timed_out(self) -> None:
         """Note that it was the route and timed out."""
@@ -114,7 +116,7 @@ class PathCandidates:
             if not known.is_offered or address in offered or address == route
         }
         for address in addresses:
-            self._known.setdefault(address, Candidate(address, is_offered=True)).is_offered = True
+            self.keep(address).is_offered = True
 
     def find_or_add(self, address: Address, route: Address | None, now: float) -> Candidate | None:
         """Find or add the source address of a packet; None if it is invalid or there is no room."""
@@ -127,8 +129,8 @@ class PathCandidates:
             idle = [known for known in others if known.due is None and not known.is_fresh(now)]
             if not idle:
                 return None
-            del self._known[min(idle, key=lambda known: known.answered or 0.0).address]
-        self._known[address] = Candidate(address, is_offered=False)
+            del self._known[min(idle, key=lambda known: known.answered or -inf).address]
+        self._known[address] = Candidate(address)
         return self._known[address]
 
 

@@ -46,8 +46,8 @@ class Liveness:
         self._round_trip_s = 0.0
         self._answered = now
         self._waiting: float | None = None  # time of the oldest unanswered data
-        self._end = 0.0  # of the check
-        self._is_extended = False
+        self._end: float  # of the check
+        self._is_extended: bool
 
     @property
     def deadline(self) -> float | None:
@@ -68,9 +68,9 @@ class Liveness:
         """Note received data."""
         self._waiting = None
 
-    def answered(self, now: float, round_trip_s: float | None) -> None:
+    def answered(self, now: float, round_trip_s: float) -> None:
         """Note the reply to a probe."""
-        self._answered, self._round_trip_s = now, round_trip_s or 0.0
+        self._answered, self._round_trip_s = now, round_trip_s
         self.since = self._waiting = None
 
     def suspect(self, now: float) -> None:

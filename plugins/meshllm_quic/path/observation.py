@@ -57,8 +57,12 @@ class Observations:
 
     def add(self, observer: Address, now: float) -> None:
         """Add an observer, to be asked from now on."""
-        if observer not in self._observers:
-            self._insert(observer, now)
+        if observer in self._observers:
+            return
+        if len(self._observers) >= MAX_OBSERVERS:
+            oldest = min(self._observers, key=lambda address: self._observers[address].reported_at)
+            del self._observers[oldest]
+        self._observers[observer] = _AddressObserver(now)
 
     def report(self, observer: Address, seen: Address, now: float) -> None:
         """Record the address that an observer reports; the caller has authenticated the report.
@@ -67,10 +71,10 @@ class Observations:
             ValueError: the host of ``seen`` is not numeric.
         """
         ip_address(seen[0])
-        old = self._observers.get(observer)
-        if old is not None and old.seen not in {None, seen}:
+        self.add(observer, now)
+        known = self._observers[observer]
+        if known.seen not in {None, seen}:
             self._outdate(seen, now)
-        known = old or self._insert(observer, now)
         known.seen, known.reported_at, known.due = seen, now, now + AGAIN
         known.misses, known.is_asked = 0, False
 
@@ -133,12 +137,6 @@ class Observations:
         seen = [known.seen for known in self._observers.values() if known.seen is not None]
         seen = [address for address in seen if ip_address(address[0]).is_global] or seen
         return [address for address in seen if ip_address(address[0]).version == 4] or seen
-
-    def _insert(self, observer: Address, now: float) -> _AddressObserver:
-        if len(self._observers) >= MAX_OBSERVERS:
-            oldest = min(self._observers, key=lambda address: self._observers[address].reported_at)
-            del self._observers[oldest]
-        return self._observers.setdefault(observer, _AddressObserver(now))
 
     def _outdate(self, seen: Address, now: float) -> None:
         """Drop the reports of the address family in which a report has changed."""

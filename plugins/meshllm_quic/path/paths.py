@@ -39,6 +39,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
+from math import inf
 
 from meshllm_quic.net.network import Address
 from meshllm_quic.path.candidates import Candidate, PathCandidates, probeable
@@ -109,12 +110,12 @@ class Paths:
         self._candidates = PathCandidates()
         self._liveness: Liveness | None = None
         self._mtu: PathMtu | None = None
-        self._taken: float | None = None  # when the last offer of the peer was accepted
+        self._taken = -inf  # when the last offer of the peer was accepted
         self._held: list[Address] | None = None  # an offer that came too soon after it
-        self._offered = 0.0  # when either side last sent an offer
+        self._offered: float  # when either side last sent an offer
         self._offer_at: float | None = None
-        self._probed_back_at = -PROBE_BACK_PAUSE
-        self._answers = TokenBucket(MAX_ANSWERS, MAX_ANSWERS, MAX_ANSWERS, 0.0)
+        self._probed_back_at = -inf
+        self._answers = TokenBucket(MAX_ANSWERS, MAX_ANSWERS)
         self._silent: Address | None = None  # the direct route that timed out
         if isinstance(route, Direct):
             self._candidates.keep(route.address)
@@ -152,8 +153,7 @@ class Paths:
     def deadline(self) -> float | None:
         """When `expire` must be called; None until the first offer."""
         due = [candidate.due for candidate in self._candidates]
-        held = None if self._held is None or self._taken is None else self._taken + OFFER_PAUSE
-        due += [held, self._offer_at]
+        due += [None if self._held is None else self._taken + OFFER_PAUSE, self._offer_at]
         due.append(self._liveness.deadline if self._liveness else None)
         due.append(self._mtu.deadline if self._mtu else None)
         return min((moment for moment in due if moment is not None), default=None)
@@ -161,9 +161,7 @@ class Paths:
     def offered(self, candidates: Sequence[Address], now: float) -> list[Action]:
         """Handle the peer's candidates, with numeric hosts: start probing, or start again."""
         self._held = probeable(candidates, self._may_probe)
-        if self._taken is not None and now < self._taken + OFFER_PAUSE:
-            return []
-        return self._take(self._held, now)
+        return self._take_held(now)
 
     def _may_probe(self, host: str) -> bool:
         """Return whether an offered host is probed: one of this machine, or of its links, only for
@@ -193,14 +191,14 @@ class Paths:
             return []
         if sent.length > Probe.SIZE:
             return self._grow(source, min(sent.length, answer.length))
-        candidate = self._candidates.find_or_add(source, self._direct, now)
+        candidate = self._candidates.get(source)
         if candidate is None:
             return []
         is_first = candidate.round_trip_s is None
-        candidate.answer(now, now - sent.at)
+        round_trip_s = candidate.answer(now, now - sent.at)
         if source == self._direct:
-            liveness.answered(now, candidate.round_trip_s)
-            self._mtu = self._mtu or self._sizes(source[0], now)
+            liveness.answered(now, round_trip_s)
+            self._mtu = self._mtu or self._sizes(now)
             self._offer_at = None
             return [RouteChanged()] if is_first else []
         liveness.shorten()
@@ -229,10 +227,7 @@ class Paths:
 
     def expire(self, now: float) -> list[Action]:
         """Handle the deadline: send probes or an offer, or give up a route that does not reply."""
-        actions: list[Action] = []
-        if self._held is not None and self._taken is not None and now >= self._taken + OFFER_PAUSE:
-            actions += self._take(self._held, now)
-        actions += self._judge(now)
+        actions = self._take_held(now) + self._judge(now)
         if self._offer_at is not None and now >= self._offer_at:
             actions += self._offer(now)
         return actions + self._probe_due(now) + self._probe_sizes(now)
@@ -256,11 +251,13 @@ class Paths:
             self._liveness = Liveness(now, is_direct=isinstance(self.route, Direct))
             self._note_offer(now)
 
-    def _take(self, candidates: Sequence[Address], now: float) -> list[Action]:
+    def _take_held(self, now: float) -> list[Action]:
+        if self._held is None or now < self._taken + OFFER_PAUSE:
+            return []
         self._start(now)
+        self._candidates.offer(self._held, self._direct)
         self._held, self._taken = None, now
         self._note_offer(now)
-        self._candidates.offer(candidates, self._direct)
         return self._probe_all(now)
 
     def _offer(self, now: float) -> list[Action]:
@@ -269,18 +266,18 @@ class Paths:
 
     def _note_offer(self, now: float) -> None:
         self._offered = now
-        self._offer_at = now + OFFER_RELAYED if isinstance(self.route, ViaRelay) else None
+        self._offer_at = now + OFFER_RELAYED  # unless a direct route answers before
 
     def _move(self, route: Route, now: float) -> list[Action]:
         self.route = route
-        is_direct = isinstance(route, Direct)
-        self._liveness = Liveness(now, is_direct=is_direct)
-        self._mtu = self._sizes(route.address[0], now) if isinstance(route, Direct) else None
-        self._offer_at = None if is_direct else now + OFFER_RELAYED
+        self._liveness = Liveness(now, is_direct=isinstance(route, Direct))
+        self._mtu = self._sizes(now)
         return [RouteChanged()]
 
-    def _sizes(self, host: str, now: float) -> PathMtu:
-        return PathMtu(LOCAL_LENGTHS if self._is_local(host) else LENGTHS, now)
+    def _sizes(self, now: float) -> PathMtu | None:
+        if (place := self._direct) is None:
+            return None
+        return PathMtu(LOCAL_LENGTHS if self._is_local(place[0]) else LENGTHS, now)
 
     def _grow(self, source: Address, length: int) -> list[Action]:
         """Note that a datagram of ``length`` bytes fits the path."""
@@ -302,10 +299,10 @@ class Paths:
     def _judge(self, now: float) -> list[Action]:
         if self._liveness is None:
             return []
-        since = self._liveness.since
+        since = self._liveness.since or now
         verdict = self._liveness.expire(now)
         if verdict is RouteVerdict.DEAD:
-            return self._give_up(now if since is None else since, now)
+            return self._give_up(since, now)
         if verdict is RouteVerdict.CHECK and (here := self._here):
             here.start(now, wanted=1)
         return []

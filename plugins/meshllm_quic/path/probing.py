@@ -46,7 +46,7 @@ class Probing:
         if len(self._sent) >= MAX_NONCES:
             del self._sent[next(iter(self._sent))]
         self._sent[nonce] = Sent(to, now, length)
-        return Probe(self.id, nonce, self._seal(Probe(self.id, nonce, b"").sealed), length)
+        return Probe(self.id, nonce, self._seal(Probe(self.id, nonce).sealed), length)
 
     def is_theirs(self, probe: Probe) -> bool:
         """Return whether the peer made the probe."""
@@ -54,7 +54,7 @@ class Probing:
 
     def answer(self, probe: Probe, source: Address) -> ProbeReply:
         """Return the reply to a probe from ``source``."""
-        blank = ProbeReply(self.id, probe.nonce, source, probe.length, b"")
+        blank = ProbeReply(self.id, probe.nonce, source, probe.length)
         return ProbeReply(self.id, probe.nonce, source, probe.length, self._seal(blank.sealed))
 
     def settle(self, answer: ProbeReply, source: Address, now: float) -> Sent | None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from ipaddress import ip_address
+from math import inf
 
 from blake3 import blake3
 
@@ -21,9 +22,9 @@ class TokenBucket:
     """Tokens added per second."""
     burst: float
     """Capacity in tokens."""
-    left: float
-    at: float
-    """The time at which ``left`` was computed."""
+    left: float = 0.0
+    at: float = -inf
+    """The time at which ``left`` was computed: long ago, so a new bucket fills."""
 
     def take(self, amount: float, now: float) -> bool:
         """Spend tokens; return False, and spend none, if there are too few."""
@@ -48,11 +49,11 @@ class HostBuckets:
         self._key = random(32)
         self._budgets: dict[int, TokenBucket] = {}
 
-    def of(self, host: bytes, now: float) -> TokenBucket:
+    def of(self, host: bytes) -> TokenBucket:
         """Return the bucket of a host (see `host_of`)."""
-        slot = int.from_bytes(blake3(host, key=self._key).digest(2), "big") % SLOTS
+        slot = int.from_bytes(blake3(host, key=self._key).digest(2)) % SLOTS
         if slot not in self._budgets:
-            self._budgets[slot] = TokenBucket(self._rate, self._burst, self._burst, now)
+            self._budgets[slot] = TokenBucket(self._rate, self._burst)
         return self._budgets[slot]
 
 

@@ -18,6 +18,7 @@ Through a stream the relay does not see our address: `observed` is None.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from secrets import token_bytes
 
 from meshllm_quic.net.network import Address
@@ -80,14 +81,14 @@ class Registration:
         self._key = key
         self._sign = sign
         self._random = random
-        self._cookie = ZERO_COOKIE
+        self._cookie: bytes
         self._pending: Register | None = None
         self._asked: float | None = None  # when the oldest unanswered request was sent
         self._due: float | None = None  # time of the next retransmission or round
-        self._missed = 0
-        self._until = float("-inf")  # when the relay forgets this node
-        self._signed = float("-inf")  # time of the last signature
-        self._doubted = float("-inf")  # time of the last round triggered by `UnknownTag`
+        self._missed: int
+        self._until = -inf  # when the relay forgets this node
+        self._signed: float  # time of the last signature
+        self._doubted = -inf  # time of the last round triggered by `UnknownTag`
 
     @property
     def deadline(self) -> float | None:
@@ -111,7 +112,7 @@ class Registration:
         self.is_silent = False
         self._missed = 0
         self._cookie = ZERO_COOKIE
-        self._signed = float("-inf")
+        self._signed = -inf
         return self._changed(before, self._ask(now))
 
     def receive(self, packet: Packet, now: float) -> list[Action]:

@@ -169,8 +169,8 @@ class Relay:
         self._hosts: Counter[bytes] = Counter()
         self._networks: Counter[bytes] = Counter()
         self._sources: Counter[Address] = Counter()
-        self._total = _budget(SHARE * limits.rate, BURST_S, 0.0)
-        self._verifications = _budget(VERIFICATIONS, 1.0, 0.0)
+        self._total = _budget(SHARE * limits.rate, BURST_S)
+        self._verifications = _budget(VERIFICATIONS, 1.0)
         self._host_verifications = _shares(HOST_VERIFICATIONS, 8.0, random)
         self._answers = _shares(HOST_ANSWERS, BURST_S, random)
         self._quotas = _shares(limits.quota / DAY_S, DAY_S, random)
@@ -243,12 +243,12 @@ class Relay:
             return Refusal.KEY
         if registration is not None and registration.key != packet.key:
             return Refusal.TAKEN
-        if registration is None and self._is_full() and self._crowded(network_of(host)) is None:
+        if registration is None and self._is_full() and not self._may_displace(network_of(host)):
             return Refusal.FULL
         is_new = registration is None or registration.host != host
         if is_new and self._has_many(host):
             return Refusal.HOST
-        is_own = self._host_verifications.of(host, now).take(1, now)
+        is_own = self._host_verifications.of(host).take(1, now)
         if not (is_own and self._verifications.take(1, now)):
             return Refusal.BUSY
         return None if _verify(packet) else Refusal.SIGNATURE
@@ -260,7 +260,7 @@ class Relay:
         if before is not None:
             self._leave(before)
         elif self._is_full():
-            self._make_room(network_of(host))
+            self._make_room()
         self._hosts[host] += 1
         self._networks[network_of(host)] += 1
         self._sources.update(addresses.keys())
@@ -268,8 +268,8 @@ class Relay:
             packet.key,
             addresses,
             host,
-            before.rate if before else _budget(self._limits.rate, BURST_S, now),
-            self._quotas.of(host, now),
+            before.rate if before else _budget(self._limits.rate, BURST_S),
+            self._quotas.of(host),
             is_used=before is not None and before.is_used,
         )
         self.statistics.registered = len(self._registrations)
@@ -288,14 +288,14 @@ class Relay:
         is_crowded = self._networks[network_of(host)] >= self._limits.network_registrations
         return is_crowded or self._hosts[host] >= self._limits.host_registrations
 
-    def _crowded(self, own: bytes) -> bytes | None:
-        """Return the network with most registrations, if it has more than another one would."""
-        ((network, most),) = self._networks.most_common(1)
-        return network if most > self._networks[own] + 1 else None
+    def _may_displace(self, own: bytes) -> bool:
+        """Return whether another network has more registrations than ``own`` will have."""
+        ((_, most),) = self._networks.most_common(1)
+        return most > self._networks[own] + 1
 
-    def _make_room(self, own: bytes) -> None:
+    def _make_room(self) -> None:
         """Remove a registration of the most crowded network: a never used one, else the oldest."""
-        crowded = self._crowded(own)
+        ((crowded, _),) = self._networks.most_common(1)
         there = [
             tag for tag, each in self._registrations.items() if network_of(each.host) == crowded
         ]
@@ -304,7 +304,7 @@ class Relay:
 
     def _unknown(self, reason: Refusal, tag: Tag, source: Address, now: float) -> Outgoing:
         self._refuse(reason)
-        if not self._answers.of(host_of(source), now).take(1, now):
+        if not self._answers.of(host_of(source)).take(1, now):
             return []
         return [(UnknownTag(tag).encode(), source)]
 
@@ -325,8 +325,8 @@ def _drop(counts: Counter[T], what: T) -> None:
         del counts[what]
 
 
-def _budget(rate: float, burst_s: float, now: float) -> TokenBucket:
-    return TokenBucket(rate, rate * burst_s, rate * burst_s, now)
+def _budget(rate: float, burst_s: float) -> TokenBucket:
+    return TokenBucket(rate, rate * burst_s)
 
 
 def _shares(rate: float, burst_s: float, random: Callable[[int], bytes]) -> HostBuckets:

@@ -203,7 +203,7 @@ class Probe:
     SIZE: ClassVar[int] = 1 + 8 + 8 + 16
     path: bytes  # 8: which connection
     nonce: bytes  # 8
-    mac: bytes  # 16
+    mac: bytes = b""  # 16
     length: int = SIZE
     """Length of the datagram in bytes, with padding."""
 
@@ -232,7 +232,7 @@ class ProbeReply:
     nonce: bytes
     address: Address
     length: int
-    mac: bytes
+    mac: bytes = b""
 
     @property
     def sealed(self) -> bytes:

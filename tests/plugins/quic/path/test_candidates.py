@@ -182,12 +182,13 @@ def test_of_a_long_offer_only_the_first_addresses_are_read(useless: int, count: 
 def test_a_new_offer_replaces_the_old_one_but_not_the_route() -> None:
     candidates = PathCandidates()
     candidates.offer([("192.0.2.1", 1), ("192.0.2.1", 2)], None)
-    candidates.find_or_add(("192.0.2.9", 9), None, 5.0)
+    for port in (8, 9):
+        candidates.find_or_add(("192.0.2.9", port), None, 5.0)
 
     candidates.offer([("192.0.2.1", 3), ("192.0.2.9", 9)], ("192.0.2.1", 2))
 
     ports = {each.address[1]: each.is_offered for each in candidates}
-    assert ports == {2: True, 3: True, 9: True}
+    assert ports == {2: True, 3: True, 8: False, 9: True}
 
 
 def test_unverified_addresses_do_not_evict_those_that_replied() -> None:

@@ -30,6 +30,7 @@ ELSE: Address = ("198.51.100.7", 40002)
         ([(ONE, SEEN), (OTHER, ELSE)], NatKind.HARD),
         ([(ONE, SEEN), (("203.0.113.1", 7701), ELSE)], NatKind.HARD),
         ([(ONE, SEEN), (OTHER, SEEN), (THIRD, OWN[1])], NatKind.EASY),  # IPv6 has no NAT
+        ([(ONE, SEEN), (OTHER, SEEN), (THIRD, ("2001:db8::99", 1))], NatKind.EASY),
         ([(THIRD, OWN[1])], NatKind.NONE),
         ([(ONE, OWN[0]), (OTHER, SEEN)], NatKind.UNKNOWN),  # one of them is in the same house
         ([(ONE, ("10.0.0.9", 1)), (OTHER, ("9.9.9.9", 2))], NatKind.UNKNOWN),  # a NAT in a NAT
@@ -129,13 +130,15 @@ def test_a_changed_report_outdates_the_others() -> None:
     assert observations.expire(20.0) == [OTHER]
     observations.report(OTHER, ELSE, 20.1)
     assert observations.kind(OWN) is NatKind.EASY
+    observations.report(THIRD, ("2001:db8::99", 1), 21.0)
+    assert observations.candidates() == [("2001:db8::99", 1), ELSE]
 
 
 def test_the_observer_with_the_oldest_report_is_evicted() -> None:
     observations = Observations()
 
     for number in range(3 * MAX_OBSERVERS):
-        observations.report(("203.0.113.1", number + 1), ("198.51.100.7", number + 1), number)
+        observations.report(("203.0.113.1", 1000 - number), ("198.51.100.7", number + 1), number)
 
     assert len(observations.candidates()) == MAX_OBSERVERS
     assert observations.candidates()[0] == ("198.51.100.7", 3 * MAX_OBSERVERS)

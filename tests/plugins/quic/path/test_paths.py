@@ -40,6 +40,7 @@ KEY = bytes(range(32))
 RELAY = ViaRelay(("203.0.113.100", 7700), b"t" * 12)
 A: Address = ("192.0.2.1", 7000)
 B: Address = ("192.0.2.2", 7000)
+C: Address = ("192.0.2.3", 7000)
 SIX: Address = ("2001:db8::2", 7000)
 HERE: Address = ("198.51.100.1", 40000)
 START = 100.0
@@ -68,8 +69,15 @@ class Side:
     def probe(self, source: Address, now: float) -> list[Action]:
         return self.paths.probed(self.other.probe(HERE, now), source, now)
 
-    def run(self, now: float, until: float, *answering: Address, round_trip: float = 0.01) -> float:
-        """Advance the clock; the ``answering`` addresses reply to probes."""
+    def run(
+        self,
+        now: float,
+        until: float,
+        *answering: Address,
+        round_trip: float = 0.01,
+        carries: int = 1 << 16,
+    ) -> float:
+        """Advance the clock; the ``answering`` addresses reply to probes of few enough bytes."""
         waiting: list[tuple[float, SendProbe]] = []
         self.actions: list[Action] = []
         while now < until:
@@ -79,7 +87,8 @@ class Side:
             for at, probe in [each for each in waiting if each[0] <= now]:
                 waiting.remove((at, probe))
                 actions += self.answer(probe, now)
-            answered = [probe for probe in probes(actions) if probe.to in answering]
+            arrived = [probe for probe in probes(actions) if probe.packet.length <= carries]
+            answered = [probe for probe in arrived if probe.to in answering]
             waiting += [(now + round_trip, probe) for probe in answered]
             self.actions += actions
         return now
@@ -103,14 +112,15 @@ def direct(*, now: float = START, round_trip: float = 0.01) -> Side:
 
 
 def test_nothing_is_due_before_the_first_offer() -> None:
-    for route in (RELAY, Direct(A)):
+    for route, backup in ((RELAY, RELAY), (Direct(A), None)):
         side = Side(route)
         side.paths.sent(START)
 
         assert side.paths.heard(B, START) == []
         assert side.paths.deadline is None
         assert side.paths.expire(START) == []
-        assert (side.paths.route, side.paths.size, side.paths.round_trip_s) == (route, 1200, None)
+        assert (side.paths.route, side.paths.backup) == (route, backup)
+        assert (side.paths.size, side.paths.round_trip_s) == (1200, None)
 
 
 def test_offered_addresses_are_probed_at_once_and_again() -> None:
@@ -204,6 +214,7 @@ def test_frequent_offers_are_delayed_and_the_last_one_counts() -> None:
     side.run(START + 0.01, START + OFFER_PAUSE + 0.01)
 
     assert {port for _, port in to(side.actions)} == {7000, 100}
+    assert to(side.offered(B, now=START + 2 * OFFER_PAUSE)) == [B]
 
 
 @pytest.mark.parametrize("own", [("127.0.0.1", 22), ("127.9.9.9", 22), ("::1", 22), HERE])
@@ -259,6 +270,7 @@ def test_an_idle_path_is_probed_every_few_seconds() -> None:
 
     short = [probe for probe in probes(side.actions) if probe.packet.length == Probe.SIZE]
     assert len(short) in {100 // HEARTBEAT - 1, 100 // HEARTBEAT}
+    assert RouteChanged() not in side.actions
 
 
 def test_a_silent_route_falls_back_to_the_relay_and_a_new_offer_follows() -> None:
@@ -328,6 +340,7 @@ def test_data_through_the_relay_replaces_a_silent_route_at_once() -> None:
     now = side.run(START, START + HEARTBEAT + PATIENCE)
     before, side.paths.backup = side.paths.route, RELAY
 
+    assert RouteChanged() not in side.actions
     assert side.paths.heard(None, now) == [RouteChanged()]
     assert (before, side.paths.route) == (Direct(A), RELAY)
 
@@ -410,8 +423,8 @@ def test_a_silent_route_is_left_sooner_if_another_address_replies() -> None:
 
     (knock,) = probes(side.paths.heard(B, now))
     side.paths.expire(now)
-    assert side.answer(knock, now + 0.01) == []
-    side.run(now + 0.01, now + HASTE)
+    assert side.answer(knock, now) == []  # a reply from when the check began counts
+    side.run(now, now + HASTE)
 
     assert side.paths.route == Direct(B)
 
@@ -426,6 +439,17 @@ def test_a_route_is_checked_if_the_peer_sends_from_elsewhere(source: Address | N
     side.paths.heard(source, START + 7)
 
     assert A in to(side.paths.expire(START + 7))
+
+
+def test_data_from_the_route_starts_no_check() -> None:
+    side = direct()
+    side.run(START, START + 7, A)
+    before = side.paths.deadline
+
+    side.paths.sent(START + 7)
+    side.paths.heard(A, START + 7)
+
+    assert side.paths.deadline == before
 
 
 def test_a_reflexive_address_without_reply_gets_no_series() -> None:
@@ -460,6 +484,91 @@ def test_a_size_proven_on_another_route_is_ignored() -> None:
 
     assert side.answer(long, START + 4.9) == []
     assert side.paths.size == 1200
+
+
+def test_a_size_proven_on_the_last_route_is_ignored() -> None:
+    side = direct()
+    (long,) = [p for p in probes(side.paths.expire(START + 0.01)) if p.packet.length == 1452]
+    (knock,) = probes(side.paths.heard(B, START + 1.5))
+    side.paths.expire(START + 1.5)
+    side.answer(knock, START + 1.51)
+    side.run(START + 1.51, START + 2.5)
+    assert side.paths.route == Direct(B)
+
+    assert side.answer(long, START + 3) == []
+    assert side.paths.size == 1200
+
+
+def test_a_size_proven_after_the_route_timed_out_is_ignored() -> None:
+    side = Side(Direct(A))
+    (probe,) = probes(side.offered(A))
+    side.answer(probe, START + 0.01)
+    (long,) = [p for p in probes(side.paths.expire(START + 0.01)) if p.packet.length == 1452]
+    side.paths.sent(START + 1)
+    side.run(START + 1, START + 1 + PATIENCE)
+
+    assert side.answer(long, START + 3) == []
+    assert side.paths.size == 1200
+
+
+def test_a_path_that_no_longer_carries_long_datagrams_gets_short_ones() -> None:
+    side = direct()
+    side.run(START, START + 7, A)
+    assert side.paths.size == 1452
+
+    side.run(START + 7, START + 20, A, carries=1200)
+
+    assert (side.paths.route, side.paths.size) == (Direct(A), 1200)
+    assert side.actions.count(RouteChanged()) == 1
+
+
+def test_a_slow_route_has_three_round_trips_to_reply() -> None:
+    side = direct(round_trip=0.5)
+    side.run(START + 0.5, START + 7, A, round_trip=0.5)
+    side.paths.sent(START + 7)
+
+    routes = list[Route]()
+    for begun, until in ((7, 8.9), (8.9, 9)):
+        side.run(START + begun, START + until)
+        routes.append(side.paths.route)
+
+    assert routes == [Direct(A), RELAY]
+
+
+def test_of_several_other_addresses_the_fastest_becomes_the_route() -> None:
+    side = direct()
+    side.run(START, START + 7, A)
+    knocks = [probes(side.probe(source, START + 7))[0] for source in (B, C)]
+    side.paths.heard(B, START + 7)
+    side.paths.expire(START + 7)
+
+    side.answer(knocks[1], START + 7.01)
+    side.answer(knocks[0], START + 7.05)
+    side.run(START + 7.05, START + 7 + HASTE)
+
+    assert side.paths.route == Direct(C)
+
+
+def test_a_source_that_has_replied_does_not_delay_the_probe_of_another() -> None:
+    side = direct()
+    (knock,) = probes(side.paths.heard(B, START + 1))
+    side.answer(knock, START + 1.01)
+
+    assert side.paths.heard(B, START + 2) == []
+    assert to(side.paths.heard(C, START + 2)) == [C]
+
+
+def test_sources_of_probes_displace_no_route_and_no_address_that_replies() -> None:
+    side, later = Side(), START + HEARTBEAT + 1
+    for source, now in ((B, START), (C, START), (C, later)):
+        (probe,) = probes(side.probe(source, now))
+        side.answer(probe, now + 0.01)
+
+    for port in range(1, 100):
+        side.probe(("198.51.100.9", port), later)
+
+    assert side.paths.route == Direct(B)
+    assert side.paths.round_trip_s == pytest.approx(0.01)
 
 
 def test_a_live_route_is_kept_despite_other_sources() -> None:

@@ -67,6 +67,15 @@ def test_reflected_packets_fail_the_mac() -> None:
     assert one.settle(one.answer(probe, HERE), THERE, 5.1) is None
 
 
+def test_nodes_of_all_versions_derive_the_same_keys() -> None:
+    one, other = pair()
+
+    probe = one.probe(THERE, 5.0)
+
+    assert probe.mac.hex() == "4b365a50f7ed1a8a08d4b1302a7c469f"
+    assert other.answer(probe, HERE).mac.hex() == "48c847caafef845a75f57720ea4dad27"
+
+
 @pytest.mark.parametrize("field", ["path", "nonce", "mac"])
 def test_an_altered_probe_is_rejected(field: str) -> None:
     one, other = pair()

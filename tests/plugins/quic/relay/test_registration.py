@@ -200,6 +200,20 @@ def test_three_seconds_without_a_reply_are_silence() -> None:
     assert ours.is_silent
 
 
+def test_a_silent_relay_is_over_when_it_has_forgotten_this_node() -> None:
+    known, unknown = make(), make()
+    settle(known, 0.0)
+    unknown.start(0.0)
+    begun = known.is_over(LASTS_S), unknown.is_over(LASTS_S)
+    for ours in (known, unknown):
+        while not ours.is_silent:
+            now, _ = wait(ours)
+
+    assert begun == (False, False)
+    assert unknown.is_over(now)
+    assert [known.is_over(now), known.is_over(LASTS_S)] == [False, True]
+
+
 def test_any_reply_ends_silence() -> None:
     ours = make()
     first = sent(ours.start(0.0))
@@ -255,6 +269,7 @@ def test_a_refresh_uses_the_cookie_again() -> None:
     now, actions = wait(ours)
 
     assert now == REFRESH_S
+    assert len(actions) == 1
     assert sent(actions).cookie == COOKIE
     assert is_signed(sent(actions))
     assert settle(ours, now, actions) == []

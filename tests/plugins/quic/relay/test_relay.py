@@ -12,6 +12,7 @@ from meshllm.errors import PeerFault
 from meshllm_quic.net.network import Address
 from meshllm_quic.relay.relay import (
     BURST_S,
+    HOST_ANSWERS,
     HOST_VERIFICATIONS,
     LASTS_S,
     MAX_ADDRESSES,
@@ -107,6 +108,10 @@ def test_a_registration_needs_a_cookie_and_a_signature() -> None:
     assert cookie.nonce == NONCE
     assert answer == Registered(NONCE, HOME, LASTS_S, 8791)
     assert relay.statistics.registered == 1
+
+
+def test_a_relay_without_a_second_port_names_none() -> None:
+    assert settle(Relay(lambda _: True), A, HOME) == [Registered(NONCE, HOME, LASTS_S, 0)]
 
 
 def test_relayed_datagrams_are_forwarded_unchanged() -> None:
@@ -300,6 +305,8 @@ def test_a_full_relay_makes_room_in_the_most_crowded_network() -> None:
     settle(relay, B, CAFE)  # of the same /24
     settle(relay, C, OFFICE)
     send(relay, A.to(C), HOME)
+    for node, place in ((A, HOME), (B, CAFE)):
+        settle(relay, node, place)  # B is still the one that was never used
 
     assert len(settle(relay, D, ("198.51.100.1", 9))) == 1
 
@@ -307,6 +314,16 @@ def test_a_full_relay_makes_room_in_the_most_crowded_network() -> None:
     assert {node for node in (A, B, C, D) if node.tag in relay._registrations} == {A, C, D}
     assert not relay.is_registered(CAFE, 0.0)
     assert relay.is_registered(HOME, 0.0)
+
+
+def test_a_full_relay_makes_no_room_for_a_network_that_would_have_as_many() -> None:
+    relay = make(RelayLimits(registrations=3))
+    settle(relay, A, HOME)
+    settle(relay, B, CAFE)
+    settle(relay, C, OFFICE)
+
+    assert settle(relay, D, ("2001:db8::2", 9)) == []
+    assert relay.statistics.refused == {Refusal.FULL: 1}
 
 
 def test_of_a_crowded_network_in_use_the_oldest_registration_goes() -> None:
@@ -402,7 +419,7 @@ def test_signature_checks_per_host_are_limited() -> None:
 
 def test_signature_checks_in_total_are_limited() -> None:
     relay = make()
-    relay._verifications.left = 1.0
+    relay._verifications.left, relay._verifications.at = 1.0, 0.0
 
     assert len(settle(relay, A, HOME)) == 1
     assert settle(relay, B, CAFE) == []
@@ -434,7 +451,7 @@ def test_unknown_replies_per_host_are_limited() -> None:
     told = [len(give(relay, A.to(B), HOME)) for _ in range(100)]
     elsewhere = give(relay, A.to(B), CAFE)
 
-    assert 0 < sum(told) < 50
+    assert sum(told) == HOST_ANSWERS * BURST_S
     assert told == sorted(told, reverse=True)
     assert elsewhere == [UnknownTag(A.tag)]
     assert give(relay, A.to(B), HOME, 1.0) == [UnknownTag(A.tag)]
