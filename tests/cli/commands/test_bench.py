@@ -375,6 +375,14 @@ def test_the_model_of_a_provider_is_asked_by_name(
     assert replay.asked_name(model, models) == asked
 
 
+@pytest.mark.parametrize("model", ["second", "other", "bbbbbb"])
+def test_a_further_model_is_asked_by_name(model: str) -> None:
+    first = ModelStatus("first", 1, 1, "", "", key="a" * 16)
+    second = ModelStatus("second", 1, 1, "", "", aliases=("other",), key="b" * 16)
+
+    assert replay.asked_name(model, [first, second]) == "second"
+
+
 def test_a_node_without_a_model_replays_nothing() -> None:
     with pytest.raises(MeshError, match="serves no model yet"):
         replay.asked_name(None, [])
