@@ -289,6 +289,7 @@ def test_a_trace_is_replayed_on_a_ring_of_this_process(meshllm: Invoke, trace: P
         ("--replay TRACE --url http://127.0.0.1:9 --device cpu", "`--device` has no effect: the"),
         ("--replay TRACE --url http://127.0.0.1:9 --state s", "`--state` has no effect: the API"),
         ("--replay TRACE --nodes 1 --state s", "`--state` has no effect: a ring in this process"),
+        ("--rounds 100", "Invalid value for '--rounds': more than 99"),
         ("--replay TRACE --rounds 2", "`--rounds` cannot be combined with `--replay`"),
         ("--replay TRACE --url http://127.0.0.1:9 --nodes 1", "cannot be combined with `--url`"),
         ("--replay TRACE --key-file k", "`--key-file` needs `--url`"),
