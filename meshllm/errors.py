@@ -7,6 +7,8 @@
         ContextTooLong   2  prompt and answer exceed the context
       LinkLost           3  the connection to a peer is lost; retry
       ModelError         4  the model is not found, not supported or too large
+        DamagedFile      4  the content of a file of weights is damaged
+        ModelMissing     4  the model is not on this machine, or nothing serves it
         OutOfMemory      4  an allocation failed
       NotAuthorised      5  the peer rejects this node's credential
       TimedOut           6  a deadline passed

@@ -296,7 +296,7 @@ async def _fleets(
     """Start rings of processes; like transformers, they get the tokens of the prompts."""
     text = Text.load(source.folder)
     words = WORD * (case.prompt_tokens - NUMBER_TOKENS)
-    prompts = [text.encode(f"{number % 100:02} {words}") for number in range(case.rounds + 1)]
+    prompts = [text.encode(f"{number:02} {words}") for number in range(case.rounds + 1)]
     if len(prompts[0]) != case.prompt_tokens:
         hint = f"choose {NUMBER_TOKENS} or more"
         raise UserError(f"Cannot make a prompt of {case.prompt_tokens} tokens", hint=hint)

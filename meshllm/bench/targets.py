@@ -45,7 +45,7 @@ class BackendTarget:
 
     backend: Backend
     model: str = ""
-    """Of a provider; empty for the model of the ring."""
+    """Its name; empty for the only one."""
 
     async def ask(self, request: Request, begun: Callable[[], None]) -> TargetAnswer:
         """Answer a request, see `Target`."""
@@ -53,11 +53,11 @@ class BackendTarget:
         async with aclosing(self.backend.generate(asked)) as events:
             async for event in events:
                 match event:
-                    case Piece(tokens=tokens) if tokens:
+                    case Piece() if event.tokens or event.has_text:  # an engine tells no tokens
                         begun()
-                    case Answer(tokens=tokens):
-                        counts = (event.prompt_tokens, event.cached_tokens, len(tokens))
-                        return TargetAnswer(*counts, tokens)
+                    case Answer():
+                        counts = event.prompt_tokens, event.cached_tokens, event.completion_tokens
+                        return TargetAnswer(*counts, event.tokens)
         raise LinkLost("The answer has no end")
 
 

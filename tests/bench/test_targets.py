@@ -118,8 +118,18 @@ async def test_a_backend_answers_with_its_tokens() -> None:
     answer = await BackendTarget(node, "whole").ask(ASKED, lambda: begun.append(None))
 
     assert (answer.prompt_tokens, answer.new_tokens, len(answer.tokens)) == (2, 5, 5)
-    assert len(begun) == 1
+    assert len(begun) == 2
     assert node.requests == [replace(ASKED, model="whole")]
+
+
+async def test_an_engine_that_tells_no_tokens_has_begun_with_its_text() -> None:
+    begun: list[None] = []
+    counted = replace(answer_of("text", 0), counted=7)
+    node = FakeNode(said=(Piece(""), Piece("text"), counted))
+
+    answer = await BackendTarget(node, "whole").ask(ASKED, lambda: begun.append(None))
+
+    assert (answer.new_tokens, len(begun)) == (7, 1)
 
 
 async def test_an_answer_without_an_end_is_lost() -> None:

@@ -76,7 +76,7 @@ def bench(
         ),
     ] = None,
     rounds: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Run N rounds and show medians.")
+        int, typer.Option(min=1, max=99, metavar="N", help="Run N rounds and show medians.")
     ] = 3,
     replay: Annotated[
         Path | None,

@@ -110,12 +110,13 @@ async def _target(
 
 
 def asked_name(model: str | None, served: "Sequence[ModelStatus]") -> str:
-    """Return how to ask for a model, or for the first one: its name if it is a provider's."""
-    for each in served:
-        if model in {None, each.name}:
-            return each.name if each.providers else ""
-    if model is None:
+    """Return how to ask for a model, or for the first one: its name, unless it is the only one."""
+    from meshllm.status import find_model
+
+    if model is None and not served:
         raise MeshError("The node serves no model yet", hint="see `meshllm ring status`")
+    if found := served[0] if model is None else find_model(served, model):
+        return found.name if found.providers or found.key else ""
     hint = f"served: {', '.join(f'`{each.name}`' for each in served) or 'nothing yet'}"
     raise UserError(f"The model `{model}` is not served", hint=hint)
 

@@ -79,17 +79,15 @@ def check_state(folder: Path) -> Iterator[Finding]:
     if not _is_there(folder):
         yield _check_creatable(folder)
         return
-    open_ones = [path for path in (folder, key) if _is_there(path) and _is_open(path)]
-    for path in open_ones:
-        wanted = "700" if path.is_dir() else "600"
-        found = f"{path} is open to other users ({stat.filemode(path.stat().st_mode)})"
-        yield Finding("fail", "state", found, f"run `chmod {wanted} {path}`")
+    paths = [path for path in (folder, key) if _is_there(path)]
+    faults = [fault for path in paths if (fault := _not_private("state", path))]
+    yield from faults
     if not os.access(folder, os.W_OK | os.X_OK):
         yield Finding("fail", "state", f"{folder} cannot be written", "choose one with `--state`")
     elif (free := shutil.disk_usage(folder).free) < FREE_BYTES:
         found = f"the disk of {folder} has {bytes_of(free)} left"
         yield Finding("fail", "state", found, "free space: keys and tickets cannot be stored")
-    elif not open_ones:
+    elif not faults:
         yield Finding("ok", "state", f"{folder} is private")
         yield _check_key(key)
 
@@ -157,8 +155,8 @@ def check_node(path: Path, status: MeshStatus) -> Finding:
     ring = status.ring
     why = f": {ring.reason}" if ring.reason else ""
     found = f"node {status.name} is running, ring {ring.state}{why}"
-    if path.exists() and _is_open(path):
-        return Finding("fail", "node", f"{path} is open to other users", f"run `chmod 600 {path}`")
+    if path.exists() and (fault := _not_private("node", path)):
+        return fault
     return Finding("ok" if ring.state is RingState.SERVING else "warn", "node", found)
 
 
@@ -323,6 +321,14 @@ def _is_there(path: Path) -> bool:
     return True
 
 
-def _is_open(path: Path) -> bool:
-    found = path.stat()
-    return bool(found.st_mode & 0o077) or found.st_uid != os.geteuid()
+def _not_private(subject: str, path: Path) -> Finding | None:
+    """Report a path of another user, or one that others may use."""
+    status = path.stat()
+    if status.st_uid != os.geteuid():
+        found = f"{path} belongs to another user"
+        return Finding("fail", subject, found, "run this as that user, or choose another `--state`")
+    if not status.st_mode & 0o077:
+        return None
+    wanted = "700" if path.is_dir() else "600"
+    found = f"{path} is open to other users ({stat.filemode(status.st_mode)})"
+    return Finding("fail", subject, found, f"run `chmod {wanted} {path}`")

@@ -58,7 +58,8 @@ def trace(
         answer = asyncio.run(_ask(NodeClient(socket_path(settings(flags))), request))
     if as_json:
         fields = as_fields(answer)
-        render.dump({name: fields[name] for name in fields if name not in {"text", "tokens"}})
+        written = {"text", "tokens", "reasoning"}
+        render.dump({name: fields[name] for name in fields if name not in written})
         return
     from meshllm.cli.ring.picture import drawable
 

@@ -55,6 +55,8 @@ class CharterEditor:
             quant = _quant(asked.quant or str(Quant.NONE))
             context = asked.context or CONTEXT
             model = await self._preparation.describe(asked.model, quant, context)
+            if asked.context is not None:
+                asked = replace(asked, context=min(asked.context, model.shape.context))
             whole = self._known()  # it may have changed
             model = next((each for each in whole.served if each.key == model.key), model)
         key = model.key

@@ -289,6 +289,7 @@ def test_a_trace_is_replayed_on_a_ring_of_this_process(meshllm: Invoke, trace: P
         ("--replay TRACE --url http://127.0.0.1:9 --device cpu", "`--device` has no effect: the"),
         ("--replay TRACE --url http://127.0.0.1:9 --state s", "`--state` has no effect: the API"),
         ("--replay TRACE --nodes 1 --state s", "`--state` has no effect: a ring in this process"),
+        ("--rounds 100", "Invalid value for '--rounds': more than 99"),
         ("--replay TRACE --rounds 2", "`--rounds` cannot be combined with `--replay`"),
         ("--replay TRACE --url http://127.0.0.1:9 --nodes 1", "cannot be combined with `--url`"),
         ("--replay TRACE --key-file k", "`--key-file` needs `--url`"),
@@ -373,6 +374,14 @@ def test_the_model_of_a_provider_is_asked_by_name(
     ]
 
     assert replay.asked_name(model, models) == asked
+
+
+@pytest.mark.parametrize("model", ["second", "other", "bbbbbb"])
+def test_a_further_model_is_asked_by_name(model: str) -> None:
+    first = ModelStatus("first", 1, 1, "", "", key="a" * 16)
+    second = ModelStatus("second", 1, 1, "", "", aliases=("other",), key="b" * 16)
+
+    assert replay.asked_name(model, [first, second]) == "second"
 
 
 def test_a_node_without_a_model_replays_nothing() -> None:

@@ -54,6 +54,18 @@ def test_wrong_permissions_fail_and_are_not_repaired(
     assert path.stat().st_mode & 0o777 == mode
 
 
+def test_a_private_folder_of_another_user_is_not_called_open(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home.chmod(0o700)
+    monkeypatch.setattr(os, "geteuid", lambda: home.stat().st_uid + 1)
+
+    (found,) = checks.check_state(home)
+
+    assert (found.verdict, found.found) == ("fail", f"{home} belongs to another user")
+    assert "chmod" not in found.advice
+
+
 def test_a_folder_that_cannot_be_written_fails(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home.chmod(0o700)
     monkeypatch.setattr(os, "access", lambda *_: False)

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -78,12 +79,12 @@ def test_a_trace_needs_no_prompt(meshllm: Invoke, node: FakeClient) -> None:
 
 
 def test_a_trace_as_json_has_every_hop(meshllm: Invoke, node: FakeClient) -> None:
-    node.answers = [answer_of("x", 4)]
+    node.answers = [replace(answer_of("x", 4), reasoning="secret")]
 
     told = json.loads(meshllm("ring", "trace", "--json").stdout)
 
     assert [hop["wire_ms"] for hop in told["hops"]] == [0.05, 0.06]
-    assert "text" not in told
+    assert not {"text", "reasoning", "tokens"} & told.keys()
 
 
 def test_a_node_that_ends_without_an_answer_is_a_peer_fault(

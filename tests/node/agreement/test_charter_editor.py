@@ -64,6 +64,12 @@ async def test_a_model_is_served_and_stopped() -> None:
         mesh.editor.stop_model("other")
 
 
+async def test_the_context_of_a_further_model_is_not_above_its_own() -> None:
+    served = await FakeMesh().editor.serve_model(ModelOptions("other", context=LONGEST))
+
+    assert served.shape.context == OTHER.shape.context < LONGEST
+
+
 async def test_a_change_that_the_mesh_does_not_take_is_an_error() -> None:
     mesh = FakeMesh()
     mesh.takes = False
