@@ -13,7 +13,7 @@ from meshllm.cli.shared.options import Json, settings, takes
 from meshllm.cli.terminal import render
 from meshllm.config import Scalar, Settings, cache_path, change
 from meshllm.errors import UserError
-from meshllm.names import counted
+from meshllm.names import Quant, counted
 
 if TYPE_CHECKING:
     from meshllm.cli.ring.spec import Spec
@@ -162,7 +162,8 @@ def _subject(
         shape = _shape(chosen, context)
         return _Subject(f"this machine alone: {why}", own_spec(shape), shape, chosen.policy)
     policy = chosen.policy if flags["policy"] is not None else mesh.ring.policy
-    shape = _shape(change(chosen, {"model": mesh.model.name}), context)
+    model = {"model": mesh.model.name, "dtype": mesh.model.dtype, "quant": mesh.model.quant}
+    shape = _shape(change(chosen, model), context)
     return _Subject("the nodes of the running mesh", running_spec(mesh, shape), shape, policy)
 
 
@@ -206,14 +207,18 @@ def _shape(chosen: Settings, context: int) -> "ModelSizes":
     from meshllm.model.shape import CachedShape
     from meshllm.node.ring.shape import plan_shape
 
-    cache = cache_path()
-    shape = CachedShape(find_folder(chosen.model), cache).read(chosen.model)
+    cache, quant = cache_path(), Quant(chosen.quant)
+    dtype = None if chosen.dtype == "auto" else f"torch.{chosen.dtype}"
+    shape = CachedShape(find_folder(chosen.model), cache, dtype, quant).read(chosen.model)
     if shape is None:
         import_heavy("meshllm.model.capacity")
+        import torch
+
         from meshllm.model.capacity import shape_of
         from meshllm.model.files.source import resolve
 
-        shape = shape_of(resolve(chosen.model), cache=cache)
+        wanted = getattr(torch, chosen.dtype) if dtype else None
+        shape = shape_of(resolve(chosen.model), wanted, quant, cache)
     return plan_shape(shape, context)
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from meshllm.cli.ring.spec import MEASURED
 from meshllm.names import Span
+from meshllm.status import MeshStatus
 from tests.builders.fake_client import FakeClient
 from tests.builders.status import status_of, waiting, with_ring
 from tests.cli.conftest import Invoke
@@ -157,3 +158,28 @@ def test_a_mesh_without_a_ring_is_planned_for_this_machine(
 
     assert plan["planned_for"] == "this machine alone: the node here has no ring yet"
     assert plan["measured"] == []
+
+
+def test_the_plan_of_the_running_mesh_has_its_quantisation(
+    meshllm: Invoke, running: FakeClient
+) -> None:
+    stored = json.loads(meshllm("ring", "plan", "--json").stdout)
+    (status,) = running.statuses
+    assert isinstance(status, MeshStatus)
+    assert status.model
+    running.statuses = [replace(status, model=replace(status.model, quant="int8"))]
+
+    quantised = json.loads(meshllm("ring", "plan", "--json").stdout)
+
+    assert quantised["stages"][0]["memory_bytes"] < stored["stages"][0]["memory_bytes"]
+
+
+def test_given_nodes_hold_the_model_as_the_settings_say(
+    meshllm: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = json.loads(meshllm("ring", "plan", "--spec", "8GiB", "--json").stdout)
+    monkeypatch.setenv("MESHLLM_DTYPE", "float32")
+
+    wide = json.loads(meshllm("ring", "plan", "--spec", "8GiB", "--json").stdout)
+
+    assert wide["stages"][0]["memory_bytes"] > stored["stages"][0]["memory_bytes"]
