@@ -1354,6 +1354,29 @@ def test_parallel_requests_are_spread_over_replicas(world: World) -> None:
     assert asked in ([4, 6], [3, 7], [2, 8])  # alike beginnings, but for the margin
 
 
+@pytest.mark.parametrize("first", [ME, ENTRY], ids=["local", "remote"])
+@pytest.mark.parametrize("begin", ["alike", ""])
+def test_requests_that_wait_count_where_they_wait(world: World, first: NodeId, begin: str) -> None:
+    replicas: dict[str, tuple[NodeId, ...]] = {"fox": (first, OTHER)}
+    router = world.add(ME, FakeRing(replicas=replicas))
+    for node in {ENTRY, OTHER}:
+        world.add(node, FakeRing(replicas=replicas))
+    for ring in world.rings.values():
+        ring.attempts = [[None]] * 64
+    chats = [replace(FOX, raw=begin or f"{number}") for number in range(64)]
+
+    async def story() -> None:
+        asking = [asyncio.ensure_future(all_of(router, chat)) for chat in chats]
+        await asyncio.sleep(1)
+        waiting = len(router._queues[OTHER]._waiting)
+        assert 28 <= len(world.rings[OTHER].asked) + waiting <= 36
+        for each in asking:
+            each.cancel()
+        await asyncio.wait(asking)
+
+    world.run(story)
+
+
 TWO = FIRST_GROUP, GroupId(b"k" * 8 + b"\1")
 
 
