@@ -306,7 +306,9 @@ class RequestRouter:
                             self.counts.count(event, None)
                             self._replicas.note(at, request.model, step_ms(event))
                         yield event
-            except (LinkLost, Busy, TimedOut) as error:
+            except UserError:
+                raise  # a request that is invalid here is invalid there
+            except MeshError as error:
                 if is_begun:
                     raise
                 tried[at.node] = error

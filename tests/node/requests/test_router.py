@@ -1011,7 +1011,11 @@ def test_a_node_asks_its_own_engine_without_a_link(world: World) -> None:
     assert world.sent == []
 
 
-@pytest.mark.parametrize("error", [GONE, BUSY, LATE], ids=["gone", "busy", "late"])
+@pytest.mark.parametrize(
+    "error",
+    [GONE, BUSY, LATE, MeshError("500"), PeerFault("invalid JSON"), ModelMissing("404")],
+    ids=["gone", "busy", "late", "broken", "invalid", "missing"],
+)
 def test_another_provider_answers_if_one_fails_at_once(world: World, error: MeshError) -> None:
     router = world.add(ME, FakeRing(provided={"fox": (ENTRY, OTHER)}))
     world.add(ENTRY, FakeRing(attempts=[[error]]))
@@ -1021,6 +1025,19 @@ def test_another_provider_answers_if_one_fails_at_once(world: World, error: Mesh
         assert text_of(await all_of(router, FOX)) == TEXT
 
     world.run(story)
+
+
+def test_a_request_that_a_provider_finds_invalid_goes_to_no_other_one(world: World) -> None:
+    router = world.add(ME, FakeRing(provided={"fox": (ENTRY, OTHER)}))
+    for node in (ENTRY, OTHER):
+        world.add(node, FakeRing(attempts=[[UserError("too long")]]))
+
+    async def story() -> None:
+        with pytest.raises(UserError, match="too long"):
+            await all_of(router, FOX)
+
+    world.run(story)
+    assert sum(len(world.rings[node].asked) for node in (ENTRY, OTHER)) == 1
 
 
 def test_an_answer_of_a_provider_that_has_begun_ends_with_its_error(world: World) -> None:
