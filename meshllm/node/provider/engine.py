@@ -131,8 +131,8 @@ class EngineClient:
                 ) as client,
                 client.stream(method, url, json=body) as response,
             ):
-                if response.is_error:
-                    raise _refusal(response.status_code, await _read(response, MAX_ERROR_BYTES))
+                if not response.is_success:
+                    raise _refusal(response, await _read(response, MAX_ERROR_BYTES))
                 yield response
         except httpx2.ConnectError:
             raise LinkLost(f"No engine answers at `{self.url}`") from None
@@ -192,13 +192,16 @@ def _parsed(data: bytes) -> object:
         raise PeerFault("The engine sent invalid JSON") from None
 
 
-def _refusal(status: int, data: bytes) -> MeshError:
-    """Return the error of a response."""
+def _refusal(response: httpx2.Response, data: bytes) -> MeshError:
+    """Return the error of a response, also of a redirect: a key must not follow it."""
     try:
         found = _parsed(data)
     except PeerFault:
         found = data.decode(errors="replace")
     error = found.get("error", found) if isinstance(found, dict) else found
+    if response.has_redirect_location:
+        error = f"moved to {response.headers['location']}"
+    status = response.status_code
     return _ERRORS.get(status, MeshError)(f"The engine refused ({status}): {_message(error)}")
 
 

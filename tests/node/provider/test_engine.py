@@ -123,6 +123,13 @@ async def test_an_engine_that_is_not_there() -> None:
         await EngineClient("http://127.0.0.1:9/v1").models()
 
 
+async def test_an_engine_that_moved_says_where(fake: FakeEngine, url: str) -> None:
+    fake.location = "https://127.0.0.1/v1/models"
+
+    with pytest.raises(MeshError, match=r"refused \(307\): moved to https://127.0.0.1/v1/models"):
+        await EngineClient(url).models()
+
+
 async def test_an_engine_that_sends_nothing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "IDLE_S", 0.2)
 
