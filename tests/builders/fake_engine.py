@@ -16,7 +16,7 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 
@@ -30,6 +30,8 @@ class FakeEngine:
     status: int = 200
     list_status: int = 200
     """Of the list of its models."""
+    location: str = ""
+    """Where the API has moved to."""
     closed: int = 0
     go: asyncio.Event = field(default_factory=asyncio.Event)
     """Ends `hold`."""
@@ -45,6 +47,8 @@ class FakeEngine:
 
     async def models(self, _: Request) -> Response:
         """List the models."""
+        if self.location:
+            return RedirectResponse(self.location)
         if self.list_status != 200:
             return JSONResponse({"error": {"message": "loading"}}, self.list_status)
         return JSONResponse({"data": [{"id": self.model, "max_model_len": 2048}]})

@@ -46,16 +46,15 @@ class EngineClient:
         Raises:
             UserError: the URL is invalid, or the key cannot be sent in a header.
         """
-        _check(url, key)
+        scheme = _checked_scheme(url, key)
         self.url = url.rstrip("/")
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
         self._precision = precision
         self._names = names
         # Made once: the default context reads every certificate, and plain HTTP needs none.
-        is_encrypted = self.url.startswith("https:")
         self._tls = (
             ssl.create_default_context()
-            if is_encrypted
+            if scheme == "https"
             else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         )
 
@@ -132,8 +131,8 @@ class EngineClient:
                 ) as client,
                 client.stream(method, url, json=body) as response,
             ):
-                if response.is_error:
-                    raise _refusal(response.status_code, await _read(response, MAX_ERROR_BYTES))
+                if not response.is_success:
+                    raise _refusal(response, await _read(response, MAX_ERROR_BYTES))
                 yield response
         except httpx2.ConnectError:
             raise LinkLost(f"No engine answers at `{self.url}`") from None
@@ -143,16 +142,17 @@ class EngineClient:
             raise LinkLost(f"The connection to the engine was lost: {error}") from None
 
 
-def _check(url: str, key: str) -> None:
+def _checked_scheme(url: str, key: str) -> str:
     try:
-        host = httpx2.URL(url).host
+        parsed = httpx2.URL(url)
     except httpx2.InvalidURL:
-        host = ""
-    if not host:
+        parsed = httpx2.URL()
+    if parsed.scheme not in {"http", "https"} or not parsed.host:
         raise UserError(f"Invalid URL `{url}`", hint="such as http://127.0.0.1:11434/v1")
     if not (key.isascii() and key.isprintable()):
         text = "The key of the engine has characters other than printable ASCII"
         raise UserError(text, hint="check its variable for a line break")
+    return parsed.scheme
 
 
 async def _read(response: httpx2.Response, most: int) -> bytes:
@@ -192,13 +192,16 @@ def _parsed(data: bytes) -> object:
         raise PeerFault("The engine sent invalid JSON") from None
 
 
-def _refusal(status: int, data: bytes) -> MeshError:
-    """Return the error of a response."""
+def _refusal(response: httpx2.Response, data: bytes) -> MeshError:
+    """Return the error of a response, also of a redirect: a key must not follow it."""
     try:
         found = _parsed(data)
     except PeerFault:
         found = data.decode(errors="replace")
     error = found.get("error", found) if isinstance(found, dict) else found
+    if response.has_redirect_location:
+        error = f"moved to {response.headers['location']}"
+    status = response.status_code
     return _ERRORS.get(status, MeshError)(f"The engine refused ({status}): {_message(error)}")
 
 

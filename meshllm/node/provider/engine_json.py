@@ -57,6 +57,8 @@ def _check(request: Request) -> None:
         raise WrongField("echo", "A provider cannot score a prompt")
     if request.embeds:
         raise WrongField("model", "A provider computes no embeddings for the mesh")
+    if not request.computes:
+        raise WrongField("model", "A provider counts no tokens")
     if request.max_reasoning is not None:
         raise WrongField("max_reasoning_tokens", "A provider takes no limit of reasoning")
     if request.logprobs is not None and not request.turns:

@@ -65,15 +65,10 @@ class EngineProcess:
         """Run the command; return with what it ended."""
         if shutil.which(self._command[0]) is None:
             return f"{os.strerror(errno.ENOENT)}: {self._command[0]}"
-        self.port = _free_port()  # the one before may be in use by now
-        command = [each.replace("{port}", str(self.port)) for each in self._command]
-        # A group of its own: Ctrl-C must not stop it before its requests are finished.
-        self._process = process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", launch.__file__, str(os.getpid()), *command),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=STDERR,  # stdout is for results of the command, here none
-            start_new_session=True,
-        )
+        try:
+            self._process = process = await self._start()
+        except OSError as error:  # such as too many processes or open files
+            return os.strerror(error.errno or 0)
         try:
             code = await process.wait()
             ended()
@@ -81,6 +76,17 @@ class EngineProcess:
         finally:
             await _stop(process)
             self._process = None
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        self.port = _free_port()  # the one before may be in use by now
+        command = [each.replace("{port}", str(self.port)) for each in self._command]
+        # A group of its own: Ctrl-C must not stop it before its requests are finished.
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-S", launch.__file__, str(os.getpid()), *command),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=STDERR,  # stdout is for results of the command, here none
+            start_new_session=True,
+        )
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:

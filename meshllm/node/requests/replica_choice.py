@@ -71,7 +71,7 @@ class Tried:
 
 
 class ReplicaChoice:
-    """Chooses the entry for each request; counts the requests in progress of this node."""
+    """Chooses the entry for each request; counts those of this node that wait or run."""
 
     def __init__(self, clock: Callable[[], float] = loop_time) -> None:
         self._clock = clock
@@ -157,7 +157,7 @@ class ReplicaChoice:
 
     @contextmanager
     def asking(self, entry: RingEntry, tried: Tried) -> Iterator[None]:
-        """Count a request in progress; note the entry if an error ends it."""
+        """Count a request that waits or runs; note the entry if an error ends it."""
         self._active[entry] += 1
         tried.entry = entry
         try:

@@ -306,7 +306,9 @@ class RequestRouter:
                             self.counts.count(event, None)
                             self._replicas.note(at, request.model, step_ms(event))
                         yield event
-            except (LinkLost, Busy, TimedOut) as error:
+            except UserError:
+                raise  # a request that is invalid here is invalid there
+            except MeshError as error:
                 if is_begun:
                     raise
                 tried[at.node] = error
@@ -409,7 +411,6 @@ class RequestRouter:
         async with AsyncExitStack() as stack:
             slot = await stack.enter_async_context(AsyncExitStack())
             entry = await self._turn(slot, request, wait_s, tried)
-            stack.enter_context(self._replicas.asking(entry, tried))
             if entry.node == self._me:
                 ring = self._ring.backend(asker, request.model, entry.group)
                 backend = await stack.enter_async_context(ring)
@@ -423,6 +424,8 @@ class RequestRouter:
     ) -> RingEntry:
         """Wait for a slot at an entry; return the entry, which may answer the request then.
 
+        The request counts as one in progress there from the beginning of the wait.
+
         Raises:
             WrongField: no ring may.
         """
@@ -430,23 +433,15 @@ class RequestRouter:
         entry = await self._entry(request, wait_s, tried)
         while entry != waited:
             await slot.aclose()
+            slot.enter_context(self._replicas.asking(entry, tried))
             if entry.node != self._me:
-                await self._enter_slot(slot, entry, request, tried)
+                await slot.enter_async_context(self._slot(entry.node, request))
             waited, entries = entry, await self._entries(request, wait_s)
             if entry not in entries or self._objection(entry, request):  # it has changed
                 entry = self._choose_entry(entries, request, tried)
             if error := self._objection(entry, request):
                 raise error
         return entry
-
-    async def _enter_slot(
-        self, stack: AsyncExitStack, entry: RingEntry, request: Request, tried: Tried
-    ) -> None:
-        try:
-            await stack.enter_async_context(self._slot(entry.node, request))
-        except Busy:
-            tried.failed.append(entry)
-            raise
 
     def _slot(self, node: NodeId, request: Request) -> AbstractAsyncContextManager[None]:
         """Wait for a turn at another node, and hold it inside the context; raise `Busy`."""

@@ -147,6 +147,8 @@ class WeightFetcher:
                 async with asyncio.TaskGroup() as group:
                     for node, has in holders.items():
                         group.create_task(run.ask(node, has))
+        if run.fault:
+            raise run.fault
         if run.left:
             reason = run.reason or "no node of the mesh has them"
             raise ModelError(f"The weights of parts {sorted(run.left)} cannot be fetched: {reason}")
@@ -297,7 +299,11 @@ def _writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ModelError(f"`{folder}` cannot be written: {error.strerror}") from None
+        raise _Unwritable(f"`{folder}` cannot be written: {error.strerror}") from None
+
+
+class _Unwritable(ModelError):
+    """The disk of this node is full or fails: no other holder can help."""
 
 
 class _TooSlow(LinkLost):
@@ -340,6 +346,8 @@ class _Run:
         """Digests of the parts that are not here yet."""
         self.reason = ""
         """Why the last holder failed."""
+        self.fault: _Unwritable | None = None
+        """Of the disk here: no further part is asked for."""
         self._fetcher = fetcher
         self._model = model
         self._place = place
@@ -372,6 +380,9 @@ class _Run:
                     with _writing(self._place.folder):
                         await self._fetch(link, holder, part)
                     del self.left[part]
+        except _Unwritable as error:
+            self.fault = error
+            return False
         except _TooSlow as error:
             logger.info("node %s: %s", short(holder.node), error)
         except MeshError as error:
@@ -391,6 +402,8 @@ class _Run:
         return found
 
     def _next(self, has: Collection[int]) -> int | None:
+        if self.fault:
+            return None
         return next((part for part in self.left if part in has and part not in self._taken), None)
 
     async def _fetch(self, link: SecureLink, holder: _Holder, part: int) -> None:

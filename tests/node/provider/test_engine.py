@@ -1,6 +1,7 @@
 """An engine over HTTP: answers, errors and cancellation."""
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
@@ -54,10 +55,17 @@ async def test_an_answer(fake: FakeEngine, url: str) -> None:
     assert (body["model"], key) == ("fox", "Bearer secret")
 
 
-@pytest.mark.parametrize("url", ["http://[::1/v1", "http:///v1", "http://a:x/v1"])
+@pytest.mark.parametrize("url", ["http://[::1/v1", "http:///v1", "http://a:x/v1", "ftp://a/v1"])
 def test_an_invalid_url_is_refused(url: str) -> None:
     with pytest.raises(UserError, match="Invalid URL"):
         EngineClient(url)
+
+
+def test_https_in_capitals_has_authorities(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    monkeypatch.setattr("ssl.create_default_context", lambda: made)
+
+    assert EngineClient("HTTPS://127.0.0.1:1/v1")._tls is made
 
 
 @pytest.mark.parametrize("key", ["a\nb", "caf\u00e9"])
@@ -113,6 +121,13 @@ async def test_an_answer_that_breaks_ends_with_an_error(
 async def test_an_engine_that_is_not_there() -> None:
     with pytest.raises(LinkLost, match="No engine answers"):
         await EngineClient("http://127.0.0.1:9/v1").models()
+
+
+async def test_an_engine_that_moved_says_where(fake: FakeEngine, url: str) -> None:
+    fake.location = "https://127.0.0.1/v1/models"
+
+    with pytest.raises(MeshError, match=r"refused \(307\): moved to https://127.0.0.1/v1/models"):
+        await EngineClient(url).models()
 
 
 async def test_an_engine_that_sends_nothing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,6 +100,7 @@ def test_a_raw_prompt_is_a_completion(prompt: dict[str, Any], sent: object) -> N
     "change",
     [
         {"scores_prompt": True},
+        {"max_tokens": 0},
         {"max_reasoning": 9},
         {"turns": (), "raw": "a", "embeds": True},
         {"turns": (), "raw": "a", "logprobs": 1},

@@ -2,7 +2,9 @@
 
 import asyncio
 import ctypes
+import errno
 import itertools
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -291,6 +293,20 @@ async def test_a_command_that_cannot_be_run_is_tried_again(
     finally:
         running.cancel()
         await asyncio.wait([running])
+
+
+async def test_a_restart_that_the_system_refuses_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = EngineProcess(["true"])
+
+    def refuse() -> int:
+        raise OSError(errno.EMFILE, "too many")
+
+    monkeypatch.setattr(process, "_free_port", refuse)
+
+    assert await engine._run_once(lambda: None) == os.strerror(errno.EMFILE)
+    assert engine.pid is None
 
 
 async def test_each_start_has_another_port(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1011,7 +1011,11 @@ def test_a_node_asks_its_own_engine_without_a_link(world: World) -> None:
     assert world.sent == []
 
 
-@pytest.mark.parametrize("error", [GONE, BUSY, LATE], ids=["gone", "busy", "late"])
+@pytest.mark.parametrize(
+    "error",
+    [GONE, BUSY, LATE, MeshError("500"), PeerFault("invalid JSON"), ModelMissing("404")],
+    ids=["gone", "busy", "late", "broken", "invalid", "missing"],
+)
 def test_another_provider_answers_if_one_fails_at_once(world: World, error: MeshError) -> None:
     router = world.add(ME, FakeRing(provided={"fox": (ENTRY, OTHER)}))
     world.add(ENTRY, FakeRing(attempts=[[error]]))
@@ -1021,6 +1025,19 @@ def test_another_provider_answers_if_one_fails_at_once(world: World, error: Mesh
         assert text_of(await all_of(router, FOX)) == TEXT
 
     world.run(story)
+
+
+def test_a_request_that_a_provider_finds_invalid_goes_to_no_other_one(world: World) -> None:
+    router = world.add(ME, FakeRing(provided={"fox": (ENTRY, OTHER)}))
+    for node in (ENTRY, OTHER):
+        world.add(node, FakeRing(attempts=[[UserError("too long")]]))
+
+    async def story() -> None:
+        with pytest.raises(UserError, match="too long"):
+            await all_of(router, FOX)
+
+    world.run(story)
+    assert sum(len(world.rings[node].asked) for node in (ENTRY, OTHER)) == 1
 
 
 def test_an_answer_of_a_provider_that_has_begun_ends_with_its_error(world: World) -> None:
@@ -1352,6 +1369,29 @@ def test_parallel_requests_are_spread_over_replicas(world: World) -> None:
 
     asked = sorted(len(world.rings[entry].asked) for entry in TWINS["fox"])
     assert asked in ([4, 6], [3, 7], [2, 8])  # alike beginnings, but for the margin
+
+
+@pytest.mark.parametrize("first", [ME, ENTRY], ids=["local", "remote"])
+@pytest.mark.parametrize("begin", ["alike", ""])
+def test_requests_that_wait_count_where_they_wait(world: World, first: NodeId, begin: str) -> None:
+    replicas: dict[str, tuple[NodeId, ...]] = {"fox": (first, OTHER)}
+    router = world.add(ME, FakeRing(replicas=replicas))
+    for node in {ENTRY, OTHER}:
+        world.add(node, FakeRing(replicas=replicas))
+    for ring in world.rings.values():
+        ring.attempts = [[None]] * 64
+    chats = [replace(FOX, raw=begin or f"{number}") for number in range(64)]
+
+    async def story() -> None:
+        asking = [asyncio.ensure_future(all_of(router, chat)) for chat in chats]
+        await asyncio.sleep(1)
+        waiting = len(router._queues[OTHER]._waiting)
+        assert 28 <= len(world.rings[OTHER].asked) + waiting <= 36
+        for each in asking:
+            each.cancel()
+        await asyncio.wait(asking)
+
+    world.run(story)
 
 
 TWO = FIRST_GROUP, GroupId(b"k" * 8 + b"\1")

@@ -448,6 +448,20 @@ def test_a_folder_that_vanishes_ends_the_fetching(
     run(story)
 
 
+def test_a_disk_that_fails_is_not_blamed_on_holders(
+    run: Callable[[Story], None], nodes: Nodes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story(town: Town) -> None:
+        _, barn, cellar = await nodes.meet(town, "barn", "cellar")
+        place = await nodes.describe(barn)
+        place.partial(part_name(1)).mkdir()
+        with pytest.raises(ModelError, match=r"^`[^`]*` cannot be written"):
+            await nodes.fetch([1], barn, cellar)
+
+    run(story)
+    assert "sent no weights" not in caplog.text
+
+
 def test_nodes_that_share_a_folder_fetch_each_part_once(
     run: Callable[[Story], None], nodes: Nodes
 ) -> None:
