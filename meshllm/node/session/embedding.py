@@ -47,15 +47,10 @@ class RowPool:
         """Return the first values of the pooled row, as many as wanted, as one vector.
 
         Raises:
-            WrongField: it has fewer values.
             ModelError: a value is not finite.
         """
         assert self._sum is not None
-        pooled = self._sum / self._count
-        if dimensions is not None and not 0 < dimensions <= len(pooled):
-            text = f"`dimensions` is {dimensions}, not between 1 and {len(pooled)}"
-            raise WrongField("dimensions", text)
-        pooled = pooled[:dimensions]
+        pooled = (self._sum / self._count)[:dimensions]
         if normalises:
             pooled = torch.nn.functional.normalize(pooled, dim=0)
         values: list[float] = pooled.tolist()
@@ -75,11 +70,16 @@ async def embed(
 
     Raises:
         UserError: the prompt exceeds the context, or the model has no such embedding.
+        WrongField: it has fewer dimensions.
         MeshError: it failed; no rank holds any of its state.
     """
     if pooling.obstacle:
         raise UserError(f"{pooling.obstacle}, which embeddings do not support here")
     check_prompt(len(prompt), entry.context)  # of all of it: what is forced would be cut
+    width = entry.layers.row_format.width
+    if dimensions is not None and not 0 < dimensions <= width:
+        text = f"`dimensions` is {dimensions}, not between 1 and {width}"
+        raise WrongField("dimensions", text)
     wanted = prompt[:1] if pooling.mode is PoolingMode.FIRST else prompt
     known = 1 if pooling.mode is PoolingMode.MEAN else len(wanted)
     pool = RowPool(pooling.mode)

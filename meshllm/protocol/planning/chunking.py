@@ -107,7 +107,7 @@ class RingTimes:
         allowed = [
             size
             for size in (*(size for size in SIZES if size < whole), whole)
-            if size <= min(MIN_ROWS, whole) or self._stall_s(simulated, size) <= limit_s
+            if size <= min(MIN_ROWS, whole) or self._stall_s(prompt, size) <= limit_s
         ]
         times = {size: self.first_token_s(simulated, self.pace(size)) for size in allowed}
         near = _NEAR_BEST * min(times.values())

@@ -188,16 +188,24 @@ def throughput(problem: Problem) -> Division | None:
 
 
 def proportional(problem: Problem) -> Division | None:
-    """Give every node, largest memory first, layers in proportion to its memory."""
+    """Give every node, largest memory first, layers in proportion to its memory.
+
+    The smallest are left out only if there is no layer that they could hold in that order.
+    """
     fill = GreedyFill(problem)
     most = problem.members or problem.layers + problem.client
     by_memory = sorted(fill.holders, key=lambda node: -problem.memory[node])
-    for entry in sorted(fill.entries, key=lambda node: -problem.memory[node]):
-        others = [node for node in by_memory if node != entry]
-        chosen = sorted(others, key=lambda node: node not in problem.required)[: most - 1]
-        ring = (entry, *(node for node in others if node in chosen))
-        if problem.allows(ring) and (found := divide(problem, ring, _share(problem, ring))):
-            return found
+    entries = sorted(fill.entries, key=lambda node: -problem.memory[node])
+    for size in range(min(most, len(by_memory) + problem.client), 0, -1):
+        for entry in entries:
+            rooms = fill.rooms(entry)
+            others = [node for node in by_memory if node != entry]
+            chosen = sorted(others, key=lambda node: node not in problem.required)[: size - 1]
+            ring = (entry, *(node for node in others if node in chosen))
+            if sum(rooms[node] for node in ring) < problem.works[-1] or not problem.allows(ring):
+                continue
+            if found := divide(problem, ring, _share(problem, ring)):
+                return found
     return None
 
 

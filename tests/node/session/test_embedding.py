@@ -20,6 +20,7 @@ from meshllm.model.text.pooling import Pooling, PoolingMode
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
 from meshllm.node.session.embedding import RowPool
+from meshllm.node.session.entry import EntryNode
 from meshllm.request import Answer, Event, Prefilled, Request, Turn
 from meshllm.strict_json import WrongField
 
@@ -79,7 +80,9 @@ async def test_every_ring_embeds_as_the_whole_model(nodes: int, speculation: boo
             assert ring.entry.sessions == 0
 
 
-async def test_dimensions_are_the_first_ones_normalised_again() -> None:
+async def test_dimensions_are_the_first_ones_normalised_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with open_local_ring(resolve("builtin"), options(1)) as ring:
         whole, *_ = await embedded(ring, ASKED)
         short, *_ = await embedded(ring, replace(ASKED, dimensions=16))
@@ -87,6 +90,7 @@ async def test_dimensions_are_the_first_ones_normalised_again() -> None:
 
         torch.testing.assert_close(short, whole[:16] / whole[:16].norm())
         assert torch.equal(most, whole)
+        monkeypatch.delattr(EntryNode, "generate")  # wrong ones are refused before
         for wrong in (0, len(whole) + 1):
             with pytest.raises(WrongField, match=f"`dimensions` is {wrong}, not between 1 and"):
                 await embedded(ring, replace(ASKED, dimensions=wrong))

@@ -252,3 +252,11 @@ def test_longer_prompts_never_get_shorter_chunks_without_times() -> None:
     chunks = [usual_pace(prompt, 3).chunk for prompt in range(1, 5000)]
 
     assert all(a <= b for a, b in pairwise(chunks))
+
+
+def test_a_chunk_in_the_middle_of_a_very_long_prompt_stalls_for_no_longer() -> None:
+    times = ring(1, table=REAL)
+    (rank,) = times.ranks
+
+    assert times.best_pace(32_000, others=1).chunk == 384
+    assert rank.compute_s(384, 16_000) < STALL_S < rank.compute_s(512, 16_000)

@@ -284,6 +284,18 @@ def test_proportional_takes_the_first_entry_that_works() -> None:
         make_plan(offers, NEAR, shape, policy="proportional")
 
 
+def test_proportional_leaves_out_a_node_that_holds_no_layer_in_any_order() -> None:
+    # The third has room for the first layer only, but not for the ends besides.
+    offers = [offer(A, 6), offer(B, 5), offer(C, 1)]
+    shape = model(sizes=(80, 320, 320), ends=80)
+
+    plan = make_plan(offers, NEAR, shape, policy="proportional")
+
+    assert spans(plan) == {A: "0:2", B: "2:3"}
+    with pytest.raises(ModelError):
+        make_plan(offers, NEAR, shape, policy="proportional", terms=PlanConstraints(members=3))
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_entry_has_less_room_for_the_ends(policy: str) -> None:
     offers = [offer(A, 4), offer(B, 4)]
