@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from math import inf
 from typing import NamedTuple, assert_never
 
@@ -118,7 +119,6 @@ class RingLink:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._write())
                 group.create_task(self._watch())
-                group.create_task(self._end_when_full())
                 group.create_task(self._read(deliver))
         except* MeshError as errors:
             reasons.extend(error for error in errors.exceptions if isinstance(error, MeshError))
@@ -172,11 +172,6 @@ class RingLink:
         self._is_idle = False
         self._wake.set()
 
-    async def _end_when_full(self) -> None:
-        await self._is_full.wait()
-        text = f"More than {MAX_QUEUED_BYTES >> 20} MiB wait for the neighbour to read them"
-        raise LinkLost(text)
-
     def _add(self, queue: deque[_Encoded], message: Message) -> None:
         parts = encode(message)
         size = _OBJECT_BYTES + sum(map(len, parts))
@@ -197,11 +192,16 @@ class RingLink:
         return self._control or self._data or None
 
     async def _watch(self) -> None:
-        """Send beats and detect silence, also while a send waits for a neighbour to read."""
+        """Send beats, and detect silence and a full queue, also while a send waits."""
         clock = asyncio.get_running_loop().time
         while (deadline := self._machine.deadline) is not None:
             # It moves later with every message, and earlier only once: when the link opens.
-            await asyncio.sleep(min(deadline - clock(), BEAT))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(deadline - clock(), BEAT)):
+                    await self._is_full.wait()
+            if self._is_full.is_set():
+                text = f"More than {MAX_QUEUED_BYTES >> 20} MiB wait for the neighbour to read them"
+                raise LinkLost(text)
             for action in self._machine.expire(clock()):
                 self._act(action, _refuse)
 
