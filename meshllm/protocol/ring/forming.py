@@ -25,9 +25,13 @@ Races, and who wins:
 - A link of the previous rank may arrive at any time, even before this node knows the plan: the
   latest one per node is kept, unless its plan is older than the one in force. Of too many, the
   oldest is closed, but not that of the previous rank: its node dials again.
-- The previous rank follows a later plan: that plan wins. This attempt ends; the link is kept.
-- A neighbour that has loaded, but is not linked for `LINK_S` of attempts, is reported as `missing`:
-  a node that only claims to serve would keep the ring from forming.
+- The previous rank follows a later plan: that plan wins. This attempt ends; the link is kept. So it
+  does for another plan of the same epoch: nodes with other records may choose one for a while.
+- A neighbour that has loaded, but is not linked for `LINK_S` of attempts, or only for another plan,
+  is reported as `missing`: a node that only claims to serve would keep the ring from forming. An
+  honest one says that it has loaded another plan, before it links for that.
+- A next rank that closes the link is not blamed: its own neighbours may be why. Nor is one whose
+  links end as soon as the ring is open.
 - Both ends restart at the same time: the later link replaces the earlier one, and an attempt ends
   when the next rank closes the dialled link. The backoff grows until attempts overlap.
 """
@@ -38,7 +42,7 @@ from enum import Enum, auto
 from math import inf
 
 from meshllm.errors import MeshError
-from meshllm.names import NodeId
+from meshllm.names import Digest, NodeId
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.session.link import SILENCE
 from meshllm.protocol.session.messages import Hello
@@ -130,6 +134,7 @@ class _Arrival:
     """A link from a node whose plan has this one as its next rank."""
 
     epoch: int
+    plan: Digest
     link: int
 
 
@@ -231,7 +236,7 @@ class Forming:
         if hello.node != peer or hello.epoch < epoch:
             return [CloseLink(link)]
         before = self._arrivals.pop(peer, None)
-        self._arrivals[peer] = _Arrival(hello.epoch, link)
+        self._arrivals[peer] = _Arrival(hello.epoch, hello.plan, link)
         replaced = [CloseLink(before.link)] if before else []
         return [*replaced, *self._close_surplus(), *self._open_if_linked(now)]
 
@@ -299,8 +304,9 @@ class Forming:
         arrival = self._arrivals.get(before)
         if arrival is None:
             return []
-        if arrival.epoch > self.plan.epoch:
-            return self._back_off("The previous rank follows a later plan", now)
+        if (arrival.epoch, arrival.plan) != self.plan.precedence:
+            self._missing = before
+            return self._back_off("The previous rank follows another plan", now)
         del self._arrivals[before]
         after, self._dialled = self._dialled, None
         self._job_links = [link for link in (arrival.link, after) if link is not None]

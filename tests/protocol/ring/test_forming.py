@@ -166,7 +166,7 @@ def test_a_previous_rank_with_a_later_plan_ends_the_attempt_and_its_link_is_kept
     machine = half()
 
     assert machine.arrived(C, hello(C, LATER), 8, 1.0) == [
-        AttemptEnded("The previous rank follows a later plan"), CloseLink(7),
+        AttemptEnded("The previous rank follows another plan"), CloseLink(7),
     ]  # fmt: skip
     assert machine.follow(LATER, 2.0) == [Stop(), UNLOADED, Load(LATER)]
     machine.loaded(3.0)
@@ -357,6 +357,44 @@ def test_a_previous_rank_that_does_not_link_is_missing_after_a_while() -> None:
     assert machine.missing(1.0 + LINK_S) == C
     assert machine.formed(1.0 + LINK_S, is_formed=False) == []
     assert machine.missing(1.0 + LINK_S) is None  # it may have restarted
+
+
+@pytest.mark.parametrize(
+    "false",
+    [
+        Hello(C, 2**32 - 1, RING.digest),
+        Hello(C, RING.epoch, LATER.digest),
+    ],
+)
+def test_a_previous_rank_that_links_for_another_plan_is_missing_after_a_while(false: Hello) -> None:
+    machine = half(now=1.0)
+
+    assert machine.arrived(C, false, 8, 2.0) == [
+        AttemptEnded("The previous rank follows another plan"), CloseLink(7),
+    ]  # fmt: skip
+    assert machine.missing(LINK_S) is None
+    assert machine.missing(1.0 + LINK_S) == C
+
+
+def test_a_previous_rank_is_not_missing_for_what_it_said_before_this_node_followed() -> None:
+    machine = half(now=1.0)
+    machine.arrived(C, hello(C, LATER), 8, 2.0)
+    machine.follow(LATER, 3.0)
+    machine.loaded(3.0)
+    machine.formed(LINK_S, is_formed=True)
+
+    assert machine.missing(9 * LINK_S) is None
+
+
+def test_a_previous_rank_that_says_that_it_left_the_plan_is_not_missing() -> None:
+    machine = half(now=1.0)
+    machine.arrived(C, hello(C, LATER), 8, 2.0)
+
+    machine.formed(3.0, is_formed=False)
+    assert machine.missing(9 * LINK_S) is None
+
+    machine.formed(9 * LINK_S, is_formed=True)
+    assert machine.missing(99 * LINK_S) is None
 
 
 def test_neighbours_of_a_ring_that_opens_are_not_missing() -> None:
