@@ -4,7 +4,6 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from meshllm.model.shape import process_memory
-from meshllm.model.speculation.draft_model import ModelDrafting
 from meshllm.model.speculation.prompt_lookup import SuffixDrafting
 from meshllm.status import MemoryStatus
 
@@ -19,16 +18,15 @@ def measure(
 ) -> MemoryStatus:
     """Return the memory of all ranks of this node, and of what is ``loaded`` before it has one."""
     runners = {runner for rank in ranks for runner in rank.runners}
-    drafting = [drafts for each in ranks for drafts in (each.drafting, each.draft)]
+    drafting = [each.drafting for each in ranks]
+    texts = sum(each.bytes for each in drafting if isinstance(each, SuffixDrafting))
     return MemoryStatus(
         process_memory(),
         weights=_weights({*runners, *loaded}),
         kv_cache=sum(each.budget.live_bytes for each in ranks),
         prefix_cache=sum(each.budget.kept_bytes for each in ranks),
         kv_room=sum(max(0, each.budget.rooms[0].total) for each in ranks),
-        drafter=sum(
-            each.bytes for each in drafting if isinstance(each, SuffixDrafting | ModelDrafting)
-        ),
+        drafter=texts + sum(each.draft_bytes for each in ranks),
         recorded_steps=sum(runner.recorded_bytes for runner in runners),
         sent_rows=sum(each.layers.sent_bytes for each in ranks),
     )

@@ -140,9 +140,10 @@ class EntryNode:
         return self._config.drafting
 
     @property
-    def draft(self) -> Drafting | None:
-        """Draft model, if there is one."""
-        return self._config.draft
+    def draft_bytes(self) -> int:
+        """Memory of the draft model, if there is one."""
+        draft = self._config.draft
+        return draft.bytes if isinstance(draft, ModelDrafting) else 0
 
     @property
     def layers(self) -> SpanRunner:

@@ -74,7 +74,8 @@ class StageNode:
         self._steps = Batcher(worker, self._step, self._jobs)
         self._timer = DeadlineTimer(lambda: machine.deadline, self._expire)
 
-    drafting = draft = None
+    drafting = None
+    draft_bytes = 0
 
     @property
     def budget(self) -> KvBudget:
