@@ -158,15 +158,17 @@ def _unmap_code() -> None:
     """Unmap the code of libraries: most of it ran once, when they were loaded.
 
     It stays in the page cache of the system, and what runs again is mapped from there. Areas that
-    this process may write, or has written, are left alone.
+    this process may write, or has written, resident or swapped out, are left alone.
     """
     if sys.platform != "linux":
         return
     advise = ctypes.CDLL(None).madvise
-    for area in psutil.Process().memory_maps(grouped=False):
-        if ".so" in area.path and "w" not in area.perms and not area.anonymous:
-            begin, end = (int(each, 16) for each in area.addr.split("-"))
-            advise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _DONT_NEED)
+    with suppress(psutil.Error, OSError, ValueError, AttributeError):  # where maps cannot be read
+        for area in psutil.Process().memory_maps(grouped=False):
+            is_code = area.path.startswith("/") and "x" in area.perms and "w" not in area.perms
+            if is_code and not (area.anonymous or area.swap):
+                begin, end = (int(each, 16) for each in area.addr.split("-"))
+                advise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _DONT_NEED)
 
 
 def free_memory() -> int:

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil  # type: ignore[import-untyped]  # ships no types
 import pytest
@@ -180,6 +181,41 @@ def test_code_that_ran_once_is_unmapped_and_runs_again() -> None:
 
     assert mapped() < before / 2
     assert torch.equal(torch.ones(64, 64) @ torch.ones(64, 64), product)
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_unmapped"),
+    [
+        ({}, True), ({"perms": "r--p"}, False), ({"perms": "rwxp"}, False),
+        ({"anonymous": 4096}, False), ({"swap": 4096}, False), ({"path": "[vdso]"}, False),
+    ],
+)  # fmt: skip
+def test_only_code_that_this_process_has_not_written_is_unmapped(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], *, is_unmapped: bool
+) -> None:
+    given = {"addr": "1000-3000", "perms": "r-xp", "path": "/a.so", "anonymous": 0, "swap": 0}
+    area, advised = SimpleNamespace(**(given | changes)), list[tuple[int | None, int]]()
+    monkeypatch.setattr(psutil.Process, "memory_maps", lambda _, grouped: [area])
+    library = SimpleNamespace(
+        madvise=lambda begin, length, _: advised.append((begin.value, length.value))
+    )
+    monkeypatch.setattr("meshllm.model.shape.ctypes.CDLL", lambda _: library)
+
+    reclaim()
+
+    assert advised == ([(0x1000, 0x2000)] if is_unmapped else [])
+
+
+@pytest.mark.parametrize("error", [psutil.AccessDenied(), AttributeError(), ValueError()])
+def test_memory_is_reclaimed_where_the_maps_cannot_be_read(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(psutil.Process, "memory_maps", refuse)
+
+    reclaim()
 
 
 @pytest.mark.parametrize("tied", [True, False])

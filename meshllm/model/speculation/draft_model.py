@@ -129,6 +129,10 @@ class ModelDrafting:
             self._drafters.discard(drafter)
             self._spare = scope, *drafter.hand_over()
 
+    def forget(self, drafter: "ModelDrafter") -> None:
+        """Keep nothing of a text that has no drafts any more."""
+        self._drafters.discard(drafter)
+
     def new_cache(self) -> SpanCache:
         """Make an empty cache for one text."""
         return self._runner.new_cache()
@@ -204,8 +208,9 @@ class ModelDrafter:
         is_much = len(new) > STRIDE
         if is_much:
             new = new[: min(CHUNK, len(new) - 1)]
-        if not self._drafting.has_room(len(new)):
+        if not self._drafting.has_room(len(self._text) - self._held):
             self._can_draft = False
+            self._drafting.forget(self)
             self.hand_over()  # drops the cache
             return None
         self._next = self._drafting.read(new, self._cache)

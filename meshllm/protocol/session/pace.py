@@ -35,5 +35,5 @@ class Pace:
 
         A message has at most 64 MiB, so that one of each of 8 sessions always does.
         """
-        most = MAX_WAITING_BYTES // 2 // (sessions * self.chunk * row_bytes)
+        most = MAX_WAITING_BYTES // 2 // max(1, sessions * self.chunk * row_bytes)
         return replace(self, window=max(1, min(self.window, most)))

@@ -262,6 +262,19 @@ def test_a_text_without_room_goes_on_without_drafts(
     assert drafted(first, 1)
     second.extend([4])
     assert second.look() is None
+    drafting.keep([2] * 25 + [4])
+    assert drafting._spare is None  # nothing of it
+
+
+def test_a_text_that_is_too_long_is_not_read_at_all(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Draft, "most_cached", 2 * CHUNK)
+    watched.drafter.extend([3] * (2 * CHUNK + 1))
+    watched.taken()
+
+    assert watched.drafter.look() is None
+    assert watched.taken() == []
 
 
 def test_the_next_turn_reuses_the_cache_of_the_last(watched: Watched) -> None:
