@@ -21,10 +21,10 @@ class PathMtu:
         self.size = MAX_INNER_BYTES
         self._goals = goals
         self._rounds = 0
-        self._left: dict[int, int]
+        self._begun = now
+        self._left: dict[int, int] = {}
         self.deadline = now
         """When `expire` must be called."""
-        self._begin(now)
 
     def proved(self, length: int) -> None:
         """Note that a probe of ``length`` bytes was received."""
@@ -35,7 +35,7 @@ class PathMtu:
         """Return the sizes to probe now, or end the round, in which ``size`` may fall back."""
         if now < self.deadline:
             return []
-        if now >= self._begun + ROUND:
+        if now >= self._begun + ROUND or not self._rounds:
             self._begin(now)
         lengths = [goal for goal, left in self._left.items() if left]
         if not lengths:

@@ -272,6 +272,8 @@ class Paths:
         self.route = route
         self._liveness = Liveness(now, is_direct=isinstance(route, Direct))
         self._mtu = self._sizes(now)
+        if isinstance(route, Direct):
+            self._offer_at = None
         return [RouteChanged()]
 
     def _sizes(self, now: float) -> PathMtu | None:

@@ -41,7 +41,7 @@ def validated(admission: ConnectionAdmission[str], source: Address) -> bytes:
     "datagram",
     [
         packet()[:-1], packet(HANDSHAKE), packet(SHORT), packet(destination=ID[1:]),
-        packet(version=0), packet(INITIAL & ~SHORT),
+        packet(version=0) + bytes(3), packet(INITIAL & ~SHORT),
     ],
 )  # fmt: skip
 def test_only_a_whole_initial_packet_begins_a_connection(datagram: bytes) -> None:

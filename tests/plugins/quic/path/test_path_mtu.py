@@ -76,6 +76,12 @@ def test_without_a_round_trip_probes_are_repeated_soon() -> None:
     assert sizing.deadline == PAUSE
 
 
+def test_a_process_that_was_suspended_before_the_first_probes_sends_them() -> None:
+    sizing = PathMtu((1452, 16000), 0.0)
+
+    assert sizing.expire(2 * ROUND, 0.01) == [1452, 16000]
+
+
 def test_a_suspended_process_does_not_report_a_black_hole() -> None:
     sizing = PathMtu((1452,), 0.0)
     run(sizing, 4.0, 1452)
