@@ -45,7 +45,7 @@ class BackendTarget:
 
     backend: Backend
     model: str = ""
-    """Its name; empty for the only one."""
+    """Its name; empty for the model of a ring in this process."""
 
     async def ask(self, request: Request, begun: Callable[[], None]) -> TargetAnswer:
         """Answer a request, see `Target`."""

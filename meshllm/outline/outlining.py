@@ -5,11 +5,11 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 from meshllm.outline.directive import Directive
+from meshllm.outline.eligibility import MAX_POINTS
 from meshllm.outline.join import TokenUsage
 from meshllm.outline.points import Point, declines, is_independent
 from meshllm.request import Event, Piece, Request, Turn
 
-MAX_POINTS = 8
 MAX_OUTLINE_TOKENS = 256
 MAX_POINT_TOKENS = 1024
 WORTH_TOKENS = 64  # fewest of an answer that make a point worth a session

@@ -19,9 +19,9 @@ from meshllm.errors import ContextTooLong, MeshError
 from meshllm.merge import merge
 from meshllm.node.requests.held_bytes import HeldBytes, size_of
 from meshllm.outline.backend import OutlineBackend
-from meshllm.outline.eligibility import OutlineMode
+from meshllm.outline.eligibility import MAX_POINTS, OutlineMode
 from meshllm.protocol.kv_cache.prefix_scope import OWNERS, SECRET_BYTES, ScopeNames
-from meshllm.protocol.membership.client_quota import ClientQuota, Reservation
+from meshllm.protocol.membership.client_quota import ClientQuota, Reservation, estimate
 from meshllm.request import Answer, Backend, Event, Piece, Prefilled, Request
 from meshllm.status import ModelStatus, find_model
 from meshllm.strict_json import WrongField
@@ -121,6 +121,7 @@ class Service:
             asked = [_fitting(model, each) for each in asked]
             await self._learn_usage(key)
             asked = [self._scoped(key, _trusting(key, each)) for each in asked]
+            outline = self._affordable(key, asked, outline)
             asker = key.name if key and not key.is_owner else None
             with self._held.holding(asker, size_of(*asked)), self._reserved(key, asked) as reserved:
                 node = self._recorded(model, asked)
@@ -171,6 +172,25 @@ class Service:
                 reserved.append(self._quota.reserve(name, limits, each, time.time()))
                 stack.callback(lambda made: made.end(time.time()), reserved[-1])
             yield reserved
+
+    def _affordable(
+        self, key: ApiKey | None, asked: Sequence[Request], outline: OutlineMode | None
+    ) -> OutlineMode | None:
+        """Return when to outline; an outlined answer reads its prompt for each point again.
+
+        Raises:
+            QuotaUsed: it must be outlined, and the key has too few tokens left for that.
+        """
+        if key is None or outline is None or not key.limits.tokens_per_day:
+            return outline
+        now = time.time()
+        wanted = sum((1 + MAX_POINTS) * estimate(each) + each.max_tokens for each in asked)
+        if wanted <= (left := self._quota.left(key.name, key.limits, now)):
+            return outline
+        if outline is OutlineMode.AUTO:
+            return None
+        text = f"An outlined answer may take {wanted} tokens; {left} of today (UTC) are left"
+        raise self._quota.refusal(text, key.name, key.limits, wanted, now)
 
     def _recorded(self, model: ModelStatus, asked: Sequence[Request]) -> Backend:
         """Return what answers; it records requests in the trace, but for embeddings."""

@@ -110,7 +110,7 @@ async def _target(
 
 
 def asked_name(model: str | None, served: "Sequence[ModelStatus]") -> str:
-    """Return how to ask for a model, or for the first one: its name, unless it is the only one."""
+    """Return the name by which to ask for a model, or for the first one; empty if it has no key."""
     from meshllm.status import find_model
 
     if model is None and not served:

@@ -67,8 +67,8 @@ class EngineProcess:
             return f"{os.strerror(errno.ENOENT)}: {self._command[0]}"
         try:
             self._process = process = await self._start()
-        except OSError as error:  # such as too many processes or open files
-            return os.strerror(error.errno or 0)
+        except (OSError, RuntimeError) as error:  # too many processes, threads or open files
+            return getattr(error, "strerror", None) or str(error)
         try:
             code = await process.wait()
             ended()

@@ -117,6 +117,8 @@ class WeightFetcher:
                     try:
                         with _writing(place.folder):
                             await self._describe(node, charter, place)
+                    except _Unwritable:
+                        raise
                     except MeshError as error:
                         reason = f"{short(node)}: {error}"
                         logger.warning("node %s sent no model: %s", short(node), error)

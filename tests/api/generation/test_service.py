@@ -20,6 +20,7 @@ from meshllm.node.requests import held_bytes
 from meshllm.node.requests.held_bytes import size_of
 from meshllm.outline.eligibility import OutlineMode
 from meshllm.protocol.kv_cache.prefix_scope import is_owners
+from meshllm.protocol.membership.client_quota import estimate
 from meshllm.request import Piece, Prefilled, Request
 from meshllm.status import ModelStatus
 from meshllm.traces.file import TraceFile
@@ -337,6 +338,26 @@ async def test_a_limit_is_checked_before_the_mesh_is_asked(
         await anext(service.answer(key, model, [Request(raw="hi")]))
 
     assert door.requests == []
+
+
+async def test_an_answer_is_outlined_if_its_key_has_tokens_for_all_of_it(
+    service: Service, door: FakeNode
+) -> None:
+    door.backend = writer = Writer()
+    [model] = await service.models(None)
+    reads = 9 * estimate(OUTLINED)
+
+    async def sessions(left: int, mode: OutlineMode) -> int:
+        key = ApiKey(f"{mode} {left}", "", 0, KeyLimits(tokens_per_day=left))
+        before = len(writer.requests)
+        _ = [event async for event in service.answer(key, model, [OUTLINED], mode)]
+        return len(writer.requests) - before
+
+    enough = reads + OUTLINED.max_tokens
+    assert await sessions(enough, OutlineMode.ON) > 1
+    assert await sessions(enough - 1, OutlineMode.AUTO) == 1
+    with pytest.raises(QuotaUsed, match=f"may take {enough} tokens; {enough - 1} of today"):
+        await sessions(enough - 1, OutlineMode.ON)
 
 
 async def test_a_cancelled_outline_ends_all_its_sessions_which_are_accounted_for(
