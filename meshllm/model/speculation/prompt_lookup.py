@@ -16,7 +16,8 @@ MAX_MATCH = 32  # tokens compared; a longer match is not more reliable
 MAX_CHAIN = 24  # positions compared
 MAX_STORE = 1 << 17  # tokens of past sessions; when full, the older half is dropped
 _STEPS = (4, 8, 16)  # lengths of a match at which confidence rises
-_PAIR_BYTES = 120  # of a key and its value (a tuple and two ints), without the table itself
+_PAIR_BYTES = 64  # of a key and its value (two ints), without the table itself
+_BITS = 32  # of a token
 _BETWEEN = -1  # separates sessions; not a token
 
 
@@ -25,17 +26,19 @@ class NgramIndex:
 
     def __init__(self) -> None:
         self.tokens = array("i")
-        self._last: dict[tuple[int, ...], int] = {}
+        self._last: dict[int, int] = {}  # of a pair of tokens, as one number
         self._previous = array("i")  # position of the previous same pair, by position
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens."""
-        for token in tokens:
-            self.tokens.append(token)
-            place = len(self.tokens)
-            pair = tuple(self.tokens[place - KEY :])
-            self._previous.append(self._last.get(pair, 0))
-            self._last[pair] = place
+        before = self.tokens[-1] if self.tokens else _BETWEEN
+        last, previous = self._last, self._previous
+        for place, token in enumerate(tokens, len(self.tokens) + 1):
+            pair = (before << _BITS) + token
+            previous.append(last.get(pair, 0))
+            last[pair] = place
+            before = token
+        self.tokens.extend(tokens)
 
     @property
     def bytes(self) -> int:
@@ -46,7 +49,7 @@ class NgramIndex:
 
     def find(self, end: "array[int]") -> tuple[int, int]:
         """Find the longest match of the end of ``end``: (its length, the position behind it)."""
-        place = self._last.get(tuple(end[-KEY:]), 0)
+        place = self._last.get((end[-2] << _BITS) + end[-1], 0) if len(end) >= KEY else 0
         best, found = 0, 0
         for _ in range(MAX_CHAIN):
             if place == 0 or best == MAX_MATCH:
