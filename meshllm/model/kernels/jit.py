@@ -168,6 +168,7 @@ def has_cpu_feature(*features: str) -> bool:
     return not {f"+{feature}" for feature in features}.isdisjoint(processor()[1].split(","))
 
 
+@cache
 def machine() -> tuple[str, ...]:
     """Return what identifies the CPU in cache keys of measurements: its model and features."""
     model = platform.processor()

@@ -20,7 +20,7 @@ from meshllm.model.parity.verdict import Verdict
 from meshllm.model.pauses import pause
 from meshllm.model.split.anatomy import PROBE_ERRORS
 from meshllm.model.split.shard import Shard
-from meshllm.model.split.skeleton import Part, quiet
+from meshllm.model.split.skeleton import Part, Skeleton, build, quiet
 from meshllm.model.steps.load import load_shard
 
 
@@ -127,7 +127,8 @@ def compare(
     """Load the parts of a model and find their first difference from the whole."""
     where = f"parts {' '.join(str(part.span) for part in parts)} in {dtype}".replace("torch.", "")
     try:
-        shards = [_load(source, part, dtype) for part in parts]
+        whole = build(source.config, dtype)
+        shards = [_load(source, part, dtype, whole) for part in parts]
         pause()
         ring = RingSession(shards)
         fault = _first_gap(shards, stock, crops if ring.croppable else ())
@@ -137,9 +138,10 @@ def compare(
         return Comparison(f"{reason}, {where}", croppable=False)
 
 
-def _load(source: Source, part: Part, dtype: torch.dtype) -> Shard:
+def _load(source: Source, part: Part, dtype: torch.dtype, whole: Skeleton) -> Shard:
     pause()
-    return load_shard(source, part.span, embed=part.embed, head=part.head, dtype=dtype)
+    embed, head = part.embed, part.head
+    return load_shard(source, part.span, embed=embed, head=head, dtype=dtype, whole=whole)
 
 
 def describe(error: Exception) -> str:

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -68,6 +68,15 @@ class Skeleton:
         inputs, outputs = self.anatomy.inputs, self.anatomy.outputs
         none: frozenset[str] = frozenset()
         return (none if part.embed else inputs) | (none if part.head else outputs)
+
+    @lean()
+    def copy_for(self, part: Part) -> "Skeleton":
+        """Copy all but the layers that a part does not hold, in a fifth of the time of a build.
+
+        Those stay the layers of this skeleton, for `strip` to replace.
+        """
+        known = {id(each): each for at, each in enumerate(self.parts) if at not in part.span}
+        return replace(self, model=copy.deepcopy(self.model, known))
 
 
 @lean()

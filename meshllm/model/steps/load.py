@@ -13,7 +13,7 @@ from meshllm.model.files.source import Source, stored_dtype
 from meshllm.model.modules.exchange import exchange_modules
 from meshllm.model.modules.quant_store import digest_weights
 from meshllm.model.split.shard import Shard
-from meshllm.model.split.skeleton import Part, build, strip
+from meshllm.model.split.skeleton import Part, Skeleton, build, strip
 from meshllm.names import Quant, Span
 
 
@@ -32,6 +32,7 @@ def load_shard(  # noqa: PLR0913 -- one keyword per independent option
     cache: Path | None = None,
     device: torch.device = CPU,
     outputs: range | None = None,
+    whole: Skeleton | None = None,
 ) -> Shard:
     """Load a part of a model, reading only its tensors.
 
@@ -42,7 +43,8 @@ def load_shard(  # noqa: PLR0913 -- one keyword per independent option
     transformers, such as ``sdpa`` (None: its default). With ``quant`` the matrices are quantised
     instead, and the result is cached in the folder ``cache``. Packing and quantisation are for
     the CPU: to another ``device`` each tensor is copied from its file as it is. A head computes
-    the logits of its ``outputs`` only (None: all).
+    the logits of its ``outputs`` only (None: all). ``whole`` is the skeleton of the model, with
+    this ``dtype`` and ``attention``; None builds it.
 
     Raises:
         ModelError: the span is not in the model, weights are missing or damaged, or this
@@ -50,7 +52,7 @@ def load_shard(  # noqa: PLR0913 -- one keyword per independent option
     """
     dtype = dtype or stored_dtype(source)
     part = Part(span, embed, head)
-    skeleton = build(source.config, dtype, attention)
+    skeleton = whole.copy_for(part) if whole else build(source.config, dtype, attention)
     strip(skeleton, part)
     load(skeleton, source.folder, dtype, share.model if share else None, device)
     names = _cut(skeleton.model, outputs) if outputs is not None else []

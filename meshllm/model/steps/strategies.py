@@ -456,11 +456,17 @@ def _on_cpu(shard: Shard, whole: nn.Module, counts: frozenset[int], trial: Trial
     if reason := exchange_modules(shard.model, shard.device, whole=whole):
         raise NotInvariant(reason)
     steps = InvariantSteps(shard, counts | {TRIED})
-    _try(shard, steps, trial, TRIED)
+    passed = frozenset[int]()
+    if isinstance(trial, CachedTrial):
+        passed = trial.passed(shard, (TRIED, RECOMPUTED_ROWS))
+    if TRIED not in passed:
+        _try(shard, steps, trial, TRIED)
     steps.counts = counts
     if most_invariant_rows(shard.model) < RECOMPUTED_ROWS:
         return steps
-    if isinstance(trial, CachedTrial) and not trial.has_passed(shard, RECOMPUTED_ROWS):
+    if RECOMPUTED_ROWS in passed:
+        steps.most_recomputed = RECOMPUTED_ROWS
+    elif isinstance(trial, CachedTrial):
         steps.untried = trial  # the first answer does not wait for it
     else:
         steps.try_recompute(trial)

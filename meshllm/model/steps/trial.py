@@ -8,7 +8,7 @@ layers are tested, as many as fit in `BUDGET` bytes, and one of each further kin
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -81,7 +81,7 @@ class CachedTrial:
 
     def __call__(self, shard: Shard, steps: TestedSteps, most: int = TRIED) -> str:
         """Test steps, see `try_steps`."""
-        keys = self._keys(shard, most)
+        keys = _keys(shard, _kinds(shard), most)
         if self._has_passed(keys):
             return ""
         if not (reason := try_steps(shard, steps, most)):
@@ -89,19 +89,18 @@ class CachedTrial:
                 store_cached(self.cache, True, *key)
         return reason
 
-    def has_passed(self, shard: Shard, most: int) -> bool:
-        """Return whether the trial of these kinds of layers has passed on this machine."""
-        return self._has_passed(self._keys(shard, most))
+    def passed(self, shard: Shard, counts: Sequence[int]) -> frozenset[int]:
+        """Return with which of ``counts`` rows these kinds of layers passed on this machine."""
+        kinds = _kinds(shard)
+        return frozenset(most for most in counts if self._has_passed(_keys(shard, kinds, most)))
 
     def _has_passed(self, keys: Sequence[tuple[str | float, ...]]) -> bool:
         return all(load_cached(self.cache, *key) is True for key in keys)
 
-    @staticmethod
-    def _keys(shard: Shard, most: int) -> list[tuple[str | float, ...]]:
-        return [
-            trial_key(shard.model.config, shard.device, "trial", kind, shard.quant, most)
-            for kind in sorted(_kinds(shard))
-        ]
+
+def _keys(shard: Shard, kinds: Iterable[str], most: int) -> list[tuple[str | float, ...]]:
+    rest = trial_key(shard.model.config, shard.device, shard.quant, most)
+    return [("trial", kind, *rest) for kind in sorted(kinds)]
 
 
 def trial_key(config: Any, device: torch.device, *what: str | float) -> tuple[str | float, ...]:

@@ -9,7 +9,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import nn
 
 from meshllm.errors import MeshError, OutOfMemory
 from meshllm.model.files.source import Source
@@ -17,7 +16,7 @@ from meshllm.model.pauses import pause
 from meshllm.model.shape import ModelShape, reclaim
 from meshllm.model.speculation.draft_model import Draft, ModelDrafting
 from meshllm.model.split.session_cache import SentRows
-from meshllm.model.split.skeleton import build
+from meshllm.model.split.skeleton import Skeleton, build
 from meshllm.model.steps.lm_head import Parts, find_parts, parts_of
 from meshllm.model.steps.load import load_shard
 from meshllm.model.steps.runner import Runner, SpanRunner
@@ -120,7 +119,7 @@ class SpanLoader:
         self._kept = _Kept()
         self._ahead = _Kept()  # for the plan that may follow; some of it is also kept
         self._is_untidy = False  # something was kept no more
-        self._whole: nn.Module | None = None  # on meta, once it was needed
+        self._whole: Skeleton | None = None  # once it was needed
         self._head_parts: list[Parts | None] | None = None  # how the LM head is split, once known
 
     def load(self, part: RankPart) -> LoadedSpan:
@@ -314,6 +313,8 @@ class SpanLoader:
     def _build(self, span: Span, *, embed: bool = False, head: bool = False, **more: Any) -> Runner:
         pause()
         cache = self._config.cache
+        if self._whole is None:
+            self._whole = build(self._source.config, self._dtype)
         shard = load_shard(
             self._source,
             span,
@@ -324,11 +325,11 @@ class SpanLoader:
             cache=cache,
             device=self._device,
             exact=not self._steps,
+            whole=self._whole,
             **more,
         )
-        if self._steps and self._whole is None:
-            self._whole = build(self._source.config, self._dtype).model
-        return Runner(shard, self._steps, CachedTrial(cache) if cache else None, self._whole)
+        trial = CachedTrial(cache) if cache else None
+        return Runner(shard, self._steps, trial, self._whole.model)
 
 
 def _gaps(span: Span, pieces: Sequence[Runner]) -> list[Span]:

@@ -87,6 +87,26 @@ def test_other_modules_are_not_replaced(other: nn.Module) -> None:
     assert not isinstance(model[0], FusedRMSNorm)
 
 
+class Switched(LlamaRMSNorm):  # type: ignore[misc]  # transformers is not followed
+    """Is an RMS norm unless it is switched."""
+
+    is_shifted = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1.01 if self.is_shifted else 1)  # type: ignore[no-any-return]
+
+
+def test_a_norm_is_compared_unless_one_of_its_kind_agreed(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other, shifted = (drawn(Switched(72)) for _ in range(3))
+    shifted.is_shifted = True
+
+    assert isinstance(fused_copy(one), FusedRMSNorm)
+    assert not isinstance(fused_copy(shifted), FusedRMSNorm)
+    monkeypatch.setattr(rms_norm, "_agree", lambda *_, **__: False)
+    assert isinstance(fused_copy(other), FusedRMSNorm)
+    assert not isinstance(fused_copy(drawn(Switched(80))), FusedRMSNorm)
+
+
 @pytest.mark.parametrize("kind", [FalconH1RMSNormGated, Qwen3NextRMSNormGated])
 def test_a_gated_norm_is_not_replaced(kind: Any) -> None:
     model, x = nn.Sequential(drawn(kind(64))), torch.randn(1, 3, 64).bfloat16()

@@ -82,6 +82,28 @@ def test_stubs_keep_the_index_of_their_layer() -> None:
     assert isinstance(skeleton.model.model.norm, EndStub)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_copies_for_parts_leave_the_whole_as_it_is(tied: bool) -> None:
+    whole = build(llama(tied=tied), torch.float32)
+    layers, names = list(whole.parts), list(whole.model.state_dict())
+    parts = [Part(Span(0, 2), embed=True, head=False), Part(Span(2, 6), embed=False, head=True)]
+
+    copies = [whole.copy_for(part) for part in parts]
+
+    for copy, part in zip(copies, parts, strict=True):
+        strip(copy, part)
+        fresh = build(llama(tied=tied), torch.float32)
+        strip(fresh, part)
+        assert list(copy.model.state_dict()) == list(fresh.model.state_dict())
+        assert copy.model.all_tied_weights_keys == fresh.model.all_tied_weights_keys
+        assert copy.model.config is not whole.model.config
+        assert all(copy.parts[at] is not layers[at] for at in range(6))
+        copy.model.to_empty(device="cpu")
+    assert list(whole.parts) == layers
+    assert list(whole.model.state_dict()) == names
+    assert all(parameter.is_meta for parameter in whole.model.parameters())
+
+
 def test_the_text_model_of_a_wrapper_takes_the_text_config() -> None:
     config = Qwen3_5Config(text_config=tiny_config("qwen3_5_text", read_table()).to_dict())
 
