@@ -101,7 +101,9 @@ class Replay:
             return forward(x, places)
         state.tries += 1
         self.prepared += 1
-        state.is_unfit = state.tries > MOST_TRIES
+        if state.tries > MOST_TRIES:
+            state.disable(x, f"{MOST_TRIES} of them have NaN")
+            return forward(x, places)
         if state.compiled:
             return self._check(state, x, places, caches, rows, forward)
         return self._record(state, x, places, caches, forward)

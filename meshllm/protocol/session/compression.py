@@ -4,7 +4,7 @@ Theory of operation
 -------------------
 The sender chooses, link by link; the receiver reads any encoding. int8 changes a text slightly, and
 a session that mixed both could not be reproduced, so the choice for its first rows holds for all of
-it, however often it is restarted.
+it on that ring, however often it is restarted. After a loss the new ring chooses again.
 
 Exact rows are packed (lossless) if that is worth it: if the saved bytes would take the link twice
 as long as packing and unpacking take two processors. That changes no value, so it is decided for

@@ -363,6 +363,7 @@ def test_rows_with_nan_prove_nothing(tmp_path: Path) -> None:
     for _ in range(MOST_TRIES):
         assert runner.step(bad, cache).isnan().all()
     assert state.is_unfit  # each try costs time
+    assert state.compiled is None
 
 
 class Untraceable(nn.Module):
