@@ -1,7 +1,10 @@
 """The folder of a model, found without reading its files or importing torch."""
 
+import json
 import os
 import re
+from collections.abc import Iterator
+from contextlib import suppress
 from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
@@ -48,6 +51,30 @@ def find_folder(name: str, revision: str | None = None, *, is_own: bool = True) 
             hint=f"fetch it with `meshllm model pull {name}`",
         )
     return Path(found).parent
+
+
+def find_model(name: str, weights: Path) -> Path:
+    """Find a model as `find_folder` does, else among those in ``weights``, see `fetched`.
+
+    Raises:
+        ModelError: there is no such model.
+    """
+    try:
+        return find_folder(name)
+    except ModelError:
+        with suppress(StopIteration):
+            return next(folder for found, folder in fetched(weights) if found == name)
+        raise
+
+
+def fetched(weights: Path) -> Iterator[tuple[str, Path]]:
+    """Yield name and folder of what nodes of this user have fetched, parts of models mostly."""
+    for index in sorted(weights.glob(f"*/{INDEX}")):
+        try:
+            name = str(json.loads(index.read_text())["metadata"]["name"])
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+            name = index.parent.name
+        yield name, index.parent
 
 
 def is_folder(name: str) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from meshllm.errors import ModelError, OutOfMemory
+from meshllm.errors import ModelError, ModelMissing, OutOfMemory
 from meshllm.model.capacity import shape_of
 from meshllm.model.device import CPU, choose
 from meshllm.model.files.manifest import config_digest, hash_files, manifest
@@ -26,6 +26,7 @@ from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.node.session.wire import is_out_of_memory
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import Profile
+from meshllm.protocol.weights.holders import name_of
 
 RUNTIME_BYTES = 256 << 20  # overhead of a serving process, whatever the model
 
@@ -91,8 +92,7 @@ class Preparation:
         if folder is None:
             source = await self._find(charter)
         else:
-            source = await self.worker.run(open_folder, charter.shape.name, folder)
-            refuse_other(charter, source.name, await self._digest(source), inference.quant)
+            source = await self._find_in(folder, charter)
         config = replace(inference, dtype=charter.dtype.name.lower(), quant=charter.quant)
         config = replace(config, draft=None) if is_further else config
         return await self._open(source, config)
@@ -130,6 +130,27 @@ class Preparation:
         if name not in self.described:
             self.described.append(name)
         return charter
+
+    async def longest(self, charter: Charter) -> int:
+        """Return the most tokens of a session that a served model takes.
+
+        Raises:
+            ModelError: this node neither has its configuration nor has fetched it.
+        """
+        quant = self.options.inference.quant or charter.quant  # any has the same context
+        charter = replace(charter, quant=quant)
+        try:
+            source = await self._find(charter)
+        except ModelError:
+            try:
+                source = await self._find_in(self.cache / "weights" / name_of(charter), charter)
+            except ModelError:
+                raise ModelMissing(
+                    f"This node does not know how long a context `{charter.shape.name}` takes",
+                    hint="do this on a node that has this model",
+                ) from None
+        shape = await self.worker.run(shape_of, source, None, Quant.NONE, self.cache)
+        return shape.context
 
     async def offer(
         self, model: ModelRuntime, profile: Profile, *, is_further: bool = False
@@ -186,6 +207,13 @@ class Preparation:
                 return source
         assert error is not None  # of the first one
         raise error
+
+    async def _find_in(self, folder: Path, charter: Charter) -> Source:
+        """Open the model of a charter in a folder; raise `ModelError` if it is not there."""
+        source = await self.worker.run(open_folder, charter.shape.name, folder)
+        quant = self.options.inference.quant
+        refuse_other(charter, source.name, await self._digest(source), quant)
+        return source
 
     async def hash_weights(self, model: ModelRuntime) -> tuple[bytes, ...]:
         """Return the manifest of the weights that are here now."""

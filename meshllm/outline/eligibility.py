@@ -89,6 +89,13 @@ def may_be_long(request: Request) -> bool:
     )
 
 
+def most_reads(request: Request, mode: OutlineMode | None) -> int:
+    """Return how often the prompt of a request may be read: for an outline and each point."""
+    if mode is None or objection(request):
+        return 1
+    return 1 + MAX_POINTS if mode is OutlineMode.ON or may_be_long(request) else 1
+
+
 def _ends(text: str) -> str:
     """Return the ends of a long text: searching all of it would keep others waiting."""
     is_long = len(text) > 2 * SEARCHED_CHARS

@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 
-from meshllm.errors import ModelError, OutOfMemory, UserError
+from meshllm.errors import ModelError, ModelMissing, OutOfMemory, UserError
 from meshllm.model.capacity import shape_of
 from meshllm.model.files.source import resolve
 from meshllm.model.shape import process_memory
-from meshllm.names import Digest, Span, WireMode
+from meshllm.names import Digest, Quant, Span, WireMode
 from meshllm.node.compute.worker import Worker
 from meshllm.node.preparation import Preparation
 from meshllm.node.ring import model_runtime
 from meshllm.protocol.membership.records import ENDS, Profile
 from meshllm.protocol.session.messages import DType
+from meshllm.protocol.weights.holders import name_of
 from meshllm.testing.clock import InlineExecutor
 from meshllm.testing.models import tiny_model
 from tests.builders.node_options import node_options
@@ -208,6 +209,19 @@ async def test_a_folder_that_the_charter_names_is_not_opened(llama: Path, tmp_pa
 
     with pytest.raises(ModelError, match="is not a name of the Hugging Face hub"):
         await prepare(tmp_path).join(charter)
+
+
+async def test_the_context_of_a_served_model_is_known_where_it_is_or_was_fetched(
+    llama: Path, tmp_path: Path
+) -> None:
+    _, charter = await prepare(tmp_path, model=str(llama), context=8).found()
+    longest = shape_of(resolve(str(llama)), None).context
+
+    assert await prepare(tmp_path, model=str(llama), quant=Quant.INT8).longest(charter) == longest
+    with pytest.raises(ModelMissing, match="does not know how long a context"):
+        await prepare(tmp_path).longest(charter)
+    shutil.copytree(llama, tmp_path / "cache" / "weights" / name_of(charter))
+    assert await prepare(tmp_path).longest(charter) == longest > charter.shape.context == 8
 
 
 async def test_a_joining_node_with_another_model_is_refused(llama: Path, tmp_path: Path) -> None:

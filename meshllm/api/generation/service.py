@@ -19,7 +19,7 @@ from meshllm.errors import ContextTooLong, MeshError
 from meshllm.merge import merge
 from meshllm.node.requests.held_bytes import HeldBytes, size_of
 from meshllm.outline.backend import OutlineBackend
-from meshllm.outline.eligibility import MAX_POINTS, OutlineMode
+from meshllm.outline.eligibility import OutlineMode, most_reads
 from meshllm.protocol.kv_cache.prefix_scope import OWNERS, SECRET_BYTES, ScopeNames
 from meshllm.protocol.membership.client_quota import ClientQuota, Reservation, estimate
 from meshllm.request import Answer, Backend, Event, Piece, Prefilled, Request
@@ -123,7 +123,8 @@ class Service:
             asked = [self._scoped(key, _trusting(key, each)) for each in asked]
             outline = self._affordable(key, asked, outline)
             asker = key.name if key and not key.is_owner else None
-            with self._held.holding(asker, size_of(*asked)), self._reserved(key, asked) as reserved:
+            reserving = self._reserved(key, asked, outline)
+            with self._held.holding(asker, size_of(*asked)), reserving as reserved:
                 node = self._recorded(model, asked)
                 backend = OutlineBackend(node, outline) if outline else node
                 name = model.name if model.providers or model.key else ""  # the only one
@@ -160,7 +161,7 @@ class Service:
 
     @contextmanager
     def _reserved(
-        self, key: ApiKey | None, asked: Sequence[Request]
+        self, key: ApiKey | None, asked: Sequence[Request], outline: OutlineMode | None
     ) -> Iterator[Sequence[Reservation]]:
         """Reserve the tokens of a key for requests; count what was computed at the end."""
         name, limits, now = (key.name, key.limits, time.time()) if key else ("", KeyLimits(), 0.0)
@@ -169,8 +170,10 @@ class Service:
         with ExitStack() as stack:
             reserved = []
             for each in asked:
-                reserved.append(self._quota.reserve(name, limits, each, time.time()))
-                stack.callback(lambda made: made.end(time.time()), reserved[-1])
+                reads = most_reads(each, outline)
+                made = self._quota.reserve(name, limits, each, time.time(), reads=reads)
+                reserved.append(made)
+                stack.callback(lambda each: each.end(time.time()), made)
             yield reserved
 
     def _affordable(
@@ -184,7 +187,7 @@ class Service:
         if key is None or outline is None or not key.limits.tokens_per_day:
             return outline
         now = time.time()
-        wanted = sum((1 + MAX_POINTS) * estimate(each) + each.max_tokens for each in asked)
+        wanted = sum(most_reads(each, outline) * estimate(each) + each.max_tokens for each in asked)
         if wanted <= (left := self._quota.left(key.name, key.limits, now)):
             return outline
         if outline is OutlineMode.AUTO:

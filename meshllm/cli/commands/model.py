@@ -1,6 +1,5 @@
 """`meshllm model`: list, inspect, verify, download and serve models."""
 
-import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from meshllm.cli.terminal import render
 from meshllm.config import Scalar, Settings, cache_path
 from meshllm.errors import ModelError, UserError
 from meshllm.local_files import stat_all
-from meshllm.model.locate import INDEX
+from meshllm.model.locate import fetched
 from meshllm.names import Span, counted
 
 if TYPE_CHECKING:
@@ -211,14 +210,9 @@ def _cached() -> Iterator[_Installed]:
 
 
 def _fetched() -> Iterator[_Installed]:
-    """Yield what nodes of this user have fetched from others, parts of models mostly."""
-    for index in sorted((cache_path() / "weights").glob(f"*/{INDEX}")):
-        try:
-            name = json.loads(index.read_text())["metadata"]["name"]
-        except (OSError, ValueError, LookupError, TypeError):
-            name = index.parent.name
-        size = sum(each.st_size for each in stat_all(index.parent))
-        yield _Installed(f"{name} (from peers)", size, str(index.parent))
+    for name, folder in fetched(cache_path() / "weights"):
+        size = sum(each.st_size for each in stat_all(folder))
+        yield _Installed(f"{name} (from peers)", size, str(folder))
 
 
 @contextmanager

@@ -203,22 +203,23 @@ def find_placement(path: Path, trace: Path | None, chosen: Settings) -> "Workloa
 
 
 def _shape(chosen: Settings, context: int) -> "ModelSizes":
-    from meshllm.model.locate import find_folder
+    from meshllm.model.locate import find_model
     from meshllm.model.shape import CachedShape
     from meshllm.node.ring.shape import plan_shape
 
     cache, quant = cache_path(), Quant(chosen.quant)
     dtype = None if chosen.dtype == "auto" else f"torch.{chosen.dtype}"
-    shape = CachedShape(find_folder(chosen.model), cache, dtype, quant).read(chosen.model)
+    folder = find_model(chosen.model, cache / "weights")
+    shape = CachedShape(folder, cache, dtype, quant).read(chosen.model)
     if shape is None:
         import_heavy("meshllm.model.capacity")
         import torch
 
         from meshllm.model.capacity import shape_of
-        from meshllm.model.files.source import resolve
+        from meshllm.model.files.source import open_folder
 
         wanted = getattr(torch, chosen.dtype) if dtype else None
-        shape = shape_of(resolve(chosen.model), wanted, quant, cache)
+        shape = shape_of(open_folder(chosen.model, folder), wanted, quant, cache)
     return plan_shape(shape, context)
 
 

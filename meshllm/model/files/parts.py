@@ -389,7 +389,8 @@ class PartFolder:
                 free = self._free_bytes()
         if more > free:
             raise ModelError(
-                f"The disk of `{self.folder}` has room for {max(0, free)} bytes, not {more}",
+                f"This node has too little space: the disk of `{self.folder}` has room for"
+                f" {max(0, free)} bytes, not {more}",
                 hint="free some space, or set `XDG_CACHE_HOME` to a folder on a larger disk",
             )
 

@@ -49,17 +49,16 @@ class CharterEditor:
             raise UserError(
                 "A provider loads no models", hint="do this on a node that holds layers"
             )
-        whole = self._known()
-        model = whole.find(asked.model)
+        model = self._known().find(asked.model)
         if model is None or asked.quant not in {None, str(model.quant)}:
             quant = _quant(asked.quant or str(Quant.NONE))
             context = asked.context or CONTEXT
             model = await self._preparation.describe(asked.model, quant, context)
-            if asked.context is not None:
-                asked = replace(asked, context=min(asked.context, model.shape.context))
-            whole = self._known()  # it may have changed
-            model = next((each for each in whole.served if each.key == model.key), model)
-        key = model.key
+        if asked.context is not None and asked.context > model.shape.context:
+            longest = await self._preparation.longest(model)
+            asked = replace(asked, context=min(asked.context, longest))
+        key, whole = model.key, self._known()  # it may have changed
+        model = next((each for each in whole.served if each.key == key), model)
         self._change(serve(whole, model, asked), f"model.{key.hex()}")
         return next(each for each in self._known().served if each.key == key)
 

@@ -119,6 +119,9 @@ class WeightFetcher:
                             await self._describe(node, charter, place)
                     except _Unwritable:
                         raise
+                    except _NoSpace as error:
+                        reason = str(error)
+                        logger.warning("the model of node %s: %s", short(node), error)
                     except MeshError as error:
                         reason = f"{short(node)}: {error}"
                         logger.warning("node %s sent no model: %s", short(node), error)
@@ -257,7 +260,10 @@ class WeightFetcher:
             if not offset <= size <= limit:
                 file.truncate(0)
                 raise PeerFault(f"`{name}` of {size} bytes; allowed are {offset} to {limit}")
-            place.check_space(size - offset)
+            try:
+                place.check_space(size - offset)
+            except ModelError as error:
+                raise _NoSpace(str(error)) from None
             while offset < size:
                 data = await self._chunk(link)
                 due = min(CHUNK_BYTES, size - offset)
@@ -306,6 +312,10 @@ def _writing(folder: Path) -> Iterator[None]:
 
 class _Unwritable(ModelError):
     """The disk of this node is full or fails: no other holder can help."""
+
+
+class _NoSpace(ModelError):
+    """The disk of this node has no room for a file as large as a holder says: others may differ."""
 
 
 class _TooSlow(LinkLost):
@@ -387,6 +397,10 @@ class _Run:
             return False
         except _TooSlow as error:
             logger.info("node %s: %s", short(holder.node), error)
+        except _NoSpace as error:
+            self.reason = str(error)
+            logger.warning("weights of node %s: %s", short(holder.node), error)
+            return False
         except MeshError as error:
             self.reason = f"{short(holder.node)}: {error}"
             logger.warning("node %s sent no weights: %s", short(holder.node), error)

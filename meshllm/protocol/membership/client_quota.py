@@ -90,14 +90,23 @@ class ClientQuota:
         )
 
     def reserve(
-        self, client: Client, limits: DailyLimit, request: Request, wall_s: float
+        self,
+        client: Client,
+        limits: DailyLimit,
+        request: Request,
+        wall_s: float,
+        *,
+        reads: int = 1,
     ) -> "Reservation":
         """Reserve the tokens of a request, to be ended; its answer is limited to what is left.
+
+        Its prompt may be read ``reads`` times, by an answer that is outlined.
 
         Raises:
             QuotaUsed: nothing is left for an answer.
         """
-        left, prompt, given = self.left(client, limits, wall_s), estimate(request), request.given
+        left, given = self.left(client, limits, wall_s), request.given
+        prompt = reads * estimate(request)
         wanted = max(0, request.max_tokens - len(given))
         room = left - prompt
         if room < (least := min(1, wanted)):

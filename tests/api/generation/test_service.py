@@ -360,6 +360,29 @@ async def test_an_answer_is_outlined_if_its_key_has_tokens_for_all_of_it(
         await sessions(enough - 1, OutlineMode.ON)
 
 
+async def test_two_outlines_at_once_share_the_tokens_of_their_key(
+    service: Service, door: FakeNode
+) -> None:
+    door.backend = writer = Writer()
+    [model] = await service.models(None)
+    enough = 9 * estimate(OUTLINED) + OUTLINED.max_tokens
+    key = ApiKey("laptop", "", 0, KeyLimits(tokens_per_day=2 * enough - 1))
+    short = replace(OUTLINED, turns=({"role": "user", "content": "Who is that?"},))
+
+    async with aclosing(service.answer(key, model, [OUTLINED], OutlineMode.ON)) as first:
+        await anext(first)
+        with pytest.raises(QuotaUsed, match=f"may take {enough} tokens; {enough - 1} of today"):
+            await anext(service.answer(key, model, [OUTLINED], OutlineMode.ON))
+        before = len(writer.requests)
+        _ = [event async for event in service.answer(key, model, [OUTLINED], OutlineMode.AUTO)]
+        assert len(writer.requests) == before + 1
+
+    async with aclosing(service.answer(key, model, [short], OutlineMode.AUTO)) as first:
+        await anext(first)  # it is not outlined, and reads its prompt once
+        _ = [event async for event in service.answer(key, model, [OUTLINED], OutlineMode.ON)]
+    assert len(writer.requests) > before + 3
+
+
 async def test_a_cancelled_outline_ends_all_its_sessions_which_are_accounted_for(
     service: Service, door: FakeNode, accounts: Accounts
 ) -> None:

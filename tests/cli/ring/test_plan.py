@@ -5,11 +5,21 @@ from pathlib import Path
 import pytest
 
 from meshllm.cli.ring.spec import MEASURED
+from meshllm.model.locate import find_folder
 from meshllm.names import Span
 from meshllm.status import MeshStatus
 from tests.builders.fake_client import FakeClient
 from tests.builders.status import status_of, waiting, with_ring
 from tests.cli.conftest import Invoke
+
+LOAD = """
+measured = true
+[[model]]
+name = "org/tiny"
+rate = 1.0
+prompt = 10
+answer = 10
+"""
 
 
 def test_without_nodes_the_plan_is_for_this_machine(meshllm: Invoke) -> None:
@@ -172,6 +182,32 @@ def test_the_plan_of_the_running_mesh_has_its_quantisation(
     quantised = json.loads(meshllm("ring", "plan", "--json").stdout)
 
     assert quantised["stages"][0]["memory_bytes"] < stored["stages"][0]["memory_bytes"]
+
+
+def test_a_model_that_came_from_other_nodes_is_planned(
+    meshllm: Invoke, running: FakeClient, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home / "cache"))
+    folder = home / "cache" / "meshllm" / "weights" / "0123-org-tiny"
+    folder.mkdir(parents=True)
+    config = json.loads((find_folder("builtin") / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    index = {"metadata": {"name": "org/tiny"}, "weight_map": {}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (status,) = running.statuses
+    assert isinstance(status, MeshStatus)
+    assert status.model
+    running.statuses = [replace(status, model=replace(status.model, name="org/tiny"))]
+    (home / "load.toml").write_text(LOAD)
+
+    plan, placed = (
+        json.loads(meshllm("ring", "plan", *words, "--json").stdout)
+        for words in ((), ("--workload", "load.toml"))
+    )
+
+    assert (plan["model"], plan["planned_for"]) == ("org/tiny", "the nodes of the running mesh")
+    assert placed["placement"]["replicas"][0]["model"] == "org/tiny"
+    assert meshllm("ring", "plan", "--model", "org/none").exit_code == 4
 
 
 def test_given_nodes_hold_the_model_as_the_settings_say(

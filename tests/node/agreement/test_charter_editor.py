@@ -20,6 +20,7 @@ from tests.builders.snapshots import charter
 
 A, B, C = (NodeKey(bytes([n]) * 32).node for n in range(3))
 LONGEST = 1 << 20
+OWN_CONTEXT = 1 << 14
 OTHER = replace(
     charter(), config_digest=Digest(b"o" * 16), shape=replace(charter().shape, name="other")
 )
@@ -46,6 +47,10 @@ class FakeMesh:
     async def describe(self, *_: object) -> Charter:
         return OTHER
 
+    async def longest(self, charter: Charter) -> int:
+        assert charter.key == OTHER.key
+        return OWN_CONTEXT
+
     def know(self, node: bytes, name: str) -> None:
         self.profiles[node] = Profile(name, "1", (), 0)
 
@@ -65,9 +70,11 @@ async def test_a_model_is_served_and_stopped() -> None:
 
 
 async def test_the_context_of_a_further_model_is_not_above_its_own() -> None:
-    served = await FakeMesh().editor.serve_model(ModelOptions("other", context=LONGEST))
+    mesh = FakeMesh()
 
-    assert served.shape.context == OTHER.shape.context < LONGEST
+    for context in (LONGEST, 64, OWN_CONTEXT - 1, LONGEST):
+        served = await mesh.editor.serve_model(ModelOptions("other", context=context))
+        assert served.shape.context == min(context, OWN_CONTEXT)
 
 
 async def test_a_change_that_the_mesh_does_not_take_is_an_error() -> None:

@@ -422,17 +422,26 @@ def test_a_model_that_nobody_describes(run: Callable[[Story], None], nodes: Node
     run(story)
 
 
-def test_a_full_disk_ends_the_fetching(
-    run: Callable[[Story], None], nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+def test_a_full_disk_ends_the_fetching_and_is_not_blamed_on_holders(
+    run: Callable[[Story], None],
+    nodes: Nodes,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def story(town: Town) -> None:
         _, barn = await nodes.meet(town, "barn")
+        reason = "cannot be fetched: This node has too little space: .* has room for 0 bytes"
+        with monkeypatch.context() as full:
+            full.setattr("meshllm.model.files.parts.FREE_BYTES", 1 << 60)
+            with pytest.raises(ModelError, match=reason):
+                await nodes.describe(barn)
         await nodes.describe(barn)
         monkeypatch.setattr("meshllm.model.files.parts.FREE_BYTES", 1 << 60)
-        with pytest.raises(ModelError, match="has room for 0 bytes"):
+        with pytest.raises(ModelError, match=reason):
             await nodes.fetch([1], barn)
 
     run(story)
+    assert "sent no" not in caplog.text
 
 
 def test_a_folder_that_vanishes_ends_the_fetching(

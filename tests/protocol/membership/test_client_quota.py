@@ -106,6 +106,18 @@ def test_requests_at_the_same_time_share_what_is_left(quota: ClientQuota) -> Non
     assert left(quota) == 100
 
 
+def test_a_prompt_that_may_be_read_several_times_is_reserved_as_often(
+    quota: ClientQuota,
+) -> None:
+    asked = quota.reserve(ONE, LIMITS, replace(SHORT, max_tokens=50), NOON, reads=9)
+
+    assert left(quota) == 1000 - 9 * 10 - 50
+    asked.end(NOON)
+    assert left(quota) == 1000
+    with pytest.raises(QuotaUsed, match="The prompt has about 1010 tokens"):
+        quota.reserve(ONE, LIMITS, SHORT, NOON, reads=101)
+
+
 def test_a_reservation_lasts_beyond_midnight(quota: ClientQuota) -> None:
     asked = quota.reserve(ONE, LIMITS, replace(SHORT, max_tokens=100), NOON)
     tomorrow = NOON + DAY_S
