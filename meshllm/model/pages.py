@@ -35,11 +35,17 @@ def huge_zeros(*shape: int, dtype: torch.dtype) -> Tensor:
     """Make a tensor of zeros, in huge pages of its own if it is large.
 
     Memory of the heap may have been used before, and its pages do not become larger then.
+
+    Raises:
+        MemoryError: there is not enough for a large one; for a small one it is torch's error.
     """
     size = prod(shape) * dtype.itemsize
     if size < LEAST or sys.platform != "linux":
         return torch.zeros(shape, dtype=dtype)
-    memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:
+        raise MemoryError from None
     return prefer_huge_pages(torch.frombuffer(memory, dtype=dtype).view(shape))
 
 

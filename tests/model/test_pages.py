@@ -26,6 +26,12 @@ def test_zeros_are_zeros_and_can_be_written(size: int) -> None:
     assert torch.equal(tensor.sum(1), torch.tensor([0, size * (size - 1) // 2, 0]))
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
+def test_more_zeros_than_there_is_memory_for_are_a_memory_error() -> None:
+    with pytest.raises(MemoryError):
+        huge_zeros(1 << 60, dtype=torch.uint8)
+
+
 def test_a_tensor_of_a_file_reads_the_same(tmp_path: Path) -> None:
     stored = torch.arange(LEAST // 4)
     save_file({"first": torch.ones(3), "stored": stored}, tmp_path / "file.safetensors")
