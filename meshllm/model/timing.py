@@ -1,6 +1,7 @@
 """Speed of this machine with a model, and its memory budget."""
 
 import copy
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -46,13 +47,16 @@ BUSY_AGE_S = 600.0  # the same, if other programs had much of the time
 BUSY_SHARE = 0.8  # of the time that this thread ran, and less: others had much of it
 SHARE = 0.8  # of free memory; the rest is for other processes
 CGROUP = Path("/sys/fs/cgroup")
-_CGROUP_FILES = [
-    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-    (
-        *(f"memory/memory.{name}" for name in ("limit_in_bytes", "usage_in_bytes", "stat")),
+_CGROUPS = Path("/proc/self/cgroup")
+_CGROUP_FILES = {
+    "": (".", "memory.max", "memory.current", "memory.stat", "inactive_file"),
+    "memory": (
+        "memory",
+        *(f"memory.{name}" for name in ("limit_in_bytes", "usage_in_bytes", "stat")),
         "total_inactive_file",
-    ),  # version 1
-]
+    ),
+}
+"""By controller, which is empty for version 2: the folder of its mount, and files in a cgroup."""
 
 _STEP_BYTES = 192 << 20  # of the layers of timed steps, before they are quantised: so many that
 # fixed overhead counts little
@@ -354,13 +358,29 @@ def _tiled(like: Tensor, tile: Tensor) -> nn.Parameter:
     return parameter
 
 
-def _cgroup_free(folder: Path) -> float:
-    """Return the free bytes of our cgroup, counting inactive page cache as free."""
-    free = inf
-    for limit, used, stat, inactive in _CGROUP_FILES:
-        with suppress(OSError, ValueError, LookupError):  # no limit, not readable, or not this kind
-            lines = (folder / stat).read_text().splitlines()
-            spare = int(dict(line.split() for line in lines)[inactive])
-            most, held = (int((folder / name).read_text()) for name in (limit, used))
-            free = min(free, most - held + spare)
+def _cgroup_free(mount: Path) -> float:
+    """Return the free bytes of our cgroup, counting inactive page cache as free.
+
+    The limits of those that ours is in, such as of a batch job, bind too.
+    """
+    free, own = inf, _own_cgroups()
+    for controller, (root, limit, used, stat, inactive) in _CGROUP_FILES.items():
+        path = own.get(controller, Path())
+        for folder in (mount / root / each for each in (path, *path.parents)):
+            with suppress(OSError, ValueError, LookupError):  # no limit, or not readable
+                lines = (folder / stat).read_text().splitlines()
+                spare = int(dict(line.split() for line in lines)[inactive])
+                most, held = (int((folder / name).read_text()) for name in (limit, used))
+                free = min(free, most - held + spare)
     return free
+
+
+def _own_cgroups() -> dict[str, Path]:
+    """Return our cgroup below the mount, by controller; one outside the mount is the mount."""
+    found = dict[str, Path]()
+    with suppress(OSError):  # another system
+        for line in os.fsdecode(_CGROUPS.read_bytes()).splitlines():
+            _, controllers, path = line.split(":", 2)
+            inner = Path() if ".." in Path(path).parts else Path(path.lstrip("/"))
+            found |= dict.fromkeys(controllers.split(","), inner)
+    return found

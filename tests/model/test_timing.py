@@ -246,6 +246,70 @@ def test_the_limit_of_an_older_container_binds(tmp_path: Path) -> None:
     assert memory_budget(cgroup=tmp_path) == 400_000
 
 
+UNIT = "system.slice/mesh.service"
+
+
+@pytest.mark.parametrize("limited", [UNIT, "system.slice"], ids=["its own", "that around it"])
+@pytest.mark.parametrize(
+    ("listed", "mount", "limit", "used", "inactive"),
+    [
+        (f"0::/{UNIT}", ".", "memory.max", "memory.current", "inactive_file"),
+        (
+            f"5:cpu,memory:/{UNIT}\n1:name=systemd:/else\n0::/",
+            "memory",
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            "total_inactive_file",
+        ),
+    ],
+    ids=["version 2", "version 1"],
+)
+def test_the_limit_of_a_unit_or_job_binds(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    limited: str,
+    listed: str,
+    mount: str,
+    limit: str,
+    used: str,
+    inactive: str,
+) -> None:
+    (tmp_path / "listed").write_text(f"{listed}\n")
+    monkeypatch.setattr(module, "_CGROUPS", tmp_path / "listed")
+    for name in (UNIT, "system.slice"):
+        folder = tmp_path / mount / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / limit).write_text("1000000\n" if name == limited else "2000000\n")
+        (folder / used).write_text("600000\n")
+        (folder / "memory.stat").write_text(f"{inactive} 100000\n")
+
+    assert memory_budget(share=1.0, cgroup=tmp_path) == 500_000
+
+
+@pytest.mark.parametrize("path", ["/../other", "/docker/7", "/"])
+def test_the_mount_binds_a_cgroup_that_is_not_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    mount, outside = tmp_path / "mount", tmp_path / "other"
+    (tmp_path / "listed").write_text(f"0::{path}\n")
+    monkeypatch.setattr(module, "_CGROUPS", tmp_path / "listed")
+    for folder, most in ((mount, 1_000_000), (outside, 1000)):
+        folder.mkdir()
+        (folder / "memory.max").write_text(f"{most}\n")
+        (folder / "memory.current").write_text("500000\n")
+        (folder / "memory.stat").write_text("inactive_file 0\n")
+
+    assert memory_budget(share=1.0, cgroup=mount) == 500_000
+
+
+def test_a_system_without_cgroups_has_a_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_CGROUPS", tmp_path / "missing")
+
+    assert memory_budget(cgroup=tmp_path) > 0
+
+
 def test_a_full_container_has_no_budget(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("2000\n")
