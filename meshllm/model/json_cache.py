@@ -4,7 +4,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -63,10 +63,13 @@ def model_code() -> str:
 
 
 @contextmanager
-def locked(folder: Path, *key: str | float) -> Iterator[None]:
+def locked(
+    folder: Path, *key: str | float, meanwhile: Callable[[], None] = lambda: None
+) -> Iterator[None]:
     """Hold the lock of a key; call `load_cached` again inside: another process may have stored it.
 
-    After `WAIT_S`, and if files cannot be locked, both processes compute the value.
+    After `WAIT_S`, and if files cannot be locked, both processes compute the value. While waiting,
+    ``meanwhile`` is called again and again. It must not be `pause` where a forward may be running.
     """
     lock = _record(folder, key).with_suffix(_LOCK)
     with ExitStack() as stack:
@@ -76,14 +79,15 @@ def locked(folder: Path, *key: str | float) -> Iterator[None]:
         except OSError as error:
             log.info("cannot lock `%s`: %s", lock, error)
         else:
-            _wait_for(file.fileno())
+            _wait_for(file.fileno(), meanwhile)
         yield
 
 
-def _wait_for(file: int) -> None:
+def _wait_for(file: int, meanwhile: Callable[[], None]) -> None:
     """Wait `WAIT_S` at most for a lock, on the compute thread: `flock` itself has no time limit."""
     until = time.monotonic() + WAIT_S
     while not try_lock(file) and time.monotonic() <= until:
+        meanwhile()
         time.sleep(_POLL_S)
 
 

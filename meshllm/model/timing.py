@@ -101,7 +101,7 @@ def measure_speed(
     )  # fmt: skip
     if known := _read(load_cached(cache, *key)):
         return known
-    with locked(cache, *key):
+    with locked(cache, *key, meanwhile=pause):
         if known := _read(load_cached(cache, *key)):
             return known
         begin, own = time.perf_counter(), time.thread_time()

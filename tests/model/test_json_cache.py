@@ -134,6 +134,18 @@ def test_waiting_for_another_process_is_bounded(
     assert load_cached(tmp_path, "key") == 1
 
 
+def test_something_else_is_done_while_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_cache, "WAIT_S", 0.05)
+    done = list[int]()
+
+    with locked(tmp_path, "key", meanwhile=lambda: done.append(1)):
+        assert not done
+        with locked(tmp_path, "key", meanwhile=lambda: done.append(1)):
+            assert done
+
+
 def test_an_unwritable_folder_does_not_block(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
 

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 
 import meshllm
+from meshllm.model import json_cache
 from meshllm.model import timing as module
 from meshllm.model.device import CPU
 from meshllm.model.files.source import Source, open_folder
 from meshllm.model.kernels import jit
+from meshllm.model.pauses import pausing
 from meshllm.model.shape import free_memory
 from meshllm.model.split.shard import Shard
 from meshllm.model.split.skeleton import Part, Skeleton, build
@@ -159,6 +161,20 @@ def test_a_measurement_is_cached(
     assert measure_speed(source, torch.float32, tmp_path) == KNOWN
     with pytest.raises(TypeError):
         measure_speed(source, torch.bfloat16, tmp_path)
+
+
+def test_waiting_for_another_process_that_measures_pauses(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_measuring(monkeypatch)
+    monkeypatch.setattr(json_cache, "try_lock", lambda _: False)
+    monkeypatch.setattr(json_cache, "WAIT_S", 0.01)
+    pauses = list[int]()
+
+    with pausing(lambda: pauses.append(1)):
+        measure_speed(source, torch.float32, tmp_path)
+
+    assert pauses
 
 
 def test_other_kernels_and_processors_are_measured_again(

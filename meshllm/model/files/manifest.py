@@ -123,7 +123,7 @@ def file_digests(path: Path, cache: Path) -> dict[str, str] | None:
     known: dict[str, str] | None = load_cached(cache, *key)
     if isinstance(known, dict):
         return known
-    with locked(cache, *key):
+    with locked(cache, *key, meanwhile=pause):
         known = load_cached(cache, *key)
         if not isinstance(known, dict):
             known = hash_tensors(path)

@@ -30,6 +30,7 @@ from meshllm.model.parity.cases import RingSession, Session, WholeSession
 from meshllm.model.parity.compare import Depth, describe, measure
 from meshllm.model.parity.families import FamilyTable, read_table, shrink, tiny_config
 from meshllm.model.parity.verdict import Verdict
+from meshllm.model.pauses import pause
 from meshllm.model.split.anatomy import PROBE_ERRORS
 from meshllm.model.split.rope import context_of
 from meshllm.model.split.skeleton import Part, quiet
@@ -118,7 +119,7 @@ def check(
         keys.append((*keys[0], "whole"))
     if known := _recall(folder, keys):
         return known
-    with locked(folder, *keys[-1]):
+    with locked(folder, *keys[-1], meanwhile=pause):
         if known := _recall(folder, keys):
             return known
         depth = Depth(layouts=("1",)) if is_whole else Depth()

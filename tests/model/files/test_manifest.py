@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from meshllm.errors import DamagedFile, ModelError
+from meshllm.model import json_cache
 from meshllm.model.files import manifest as module
 from meshllm.model.files.loader import MAX_HEADER_BYTES
 from meshllm.model.files.manifest import (
@@ -60,6 +61,20 @@ def test_hashing_pauses_before_each_tensor(source: Source) -> None:
         found = hash_tensors(file)
 
     assert len(pauses) == len(found) == len(load_file(file))
+
+
+def test_waiting_for_another_process_that_hashes_pauses(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_cache, "try_lock", lambda _: False)
+    monkeypatch.setattr(json_cache, "WAIT_S", 0.01)
+    monkeypatch.setattr(module, "hash_tensors", lambda _: {})
+    pauses = list[int]()
+
+    with pausing(lambda: pauses.append(1)):
+        file_digests(source.folder / "model.safetensors", tmp_path)
+
+    assert pauses
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, CTRLConfig, LlamaConfig, Qwen3Config, Zamba2Config
 
 from meshllm.errors import ModelError
+from meshllm.model import json_cache
 from meshllm.model.files.source import Source
 from meshllm.model.kernels import jit
 from meshllm.model.parity import check as module
@@ -20,6 +21,7 @@ from meshllm.model.parity.check import Outcome, ParityReport, Split, check, veri
 from meshllm.model.parity.compare import Depth, random_model
 from meshllm.model.parity.families import read_table, tiny_config
 from meshllm.model.parity.verdict import Verdict
+from meshllm.model.pauses import pausing
 from meshllm.model.split.shard import Shard
 from meshllm.model.steps.load import load_shard
 from meshllm.names import Span
@@ -67,6 +69,20 @@ def test_a_verdict_is_measured_once(tmp_path: Path, counted: list[str]) -> None:
 
     assert first == second == KNOWN
     assert counted == ["llama"]
+
+
+@pytest.mark.usefixtures("counted")
+def test_waiting_for_another_process_that_checks_pauses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_cache, "try_lock", lambda _: False)
+    monkeypatch.setattr(json_cache, "WAIT_S", 0.01)
+    pauses = list[int]()
+
+    with pausing(lambda: pauses.append(1)):
+        check(LlamaConfig(), folder=tmp_path)
+
+    assert pauses
 
 
 def test_a_model_that_runs_whole_is_compared_in_parts_only_once_it_is_split(
