@@ -13,7 +13,6 @@ from transformers import CONFIG_MAPPING, CTRLConfig, LlamaConfig, Qwen3Config, Z
 
 from meshllm.errors import ModelError
 from meshllm.model.files.source import Source
-from meshllm.model.kernels import jit
 from meshllm.model.parity import check as module
 from meshllm.model.parity.cases import TOLERANCE, RingSession
 from meshllm.model.parity.check import Outcome, ParityReport, Split, check, verify
@@ -121,7 +120,7 @@ def test_another_processor_is_measured_again(
     tmp_path: Path, counted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check(LlamaConfig(), folder=tmp_path)
-    monkeypatch.setattr(jit, "processor", lambda: ("other", "+feature"))
+    monkeypatch.setattr(module, "machine", lambda: ("other", "+feature"))
     check(LlamaConfig(), folder=tmp_path)
 
     assert len(counted) == 2
