@@ -161,7 +161,12 @@ def _fetch(name: str, revision: str | None, span: Span | None) -> Source:
         files = sorted(set(list_weights(source.folder).values()))
     else:
         files = _files_of_rank(source, span)
-    _download(name, revision, files)
+    folder = _download(name, revision, files)
+    if files == [SINGLE] and not (folder / SINGLE).is_file():
+        raise ModelError(
+            f"`{name}` has no safetensors weights on {constants.ENDPOINT}",
+            hint="choose a model that has them; pickled weights can run code and are never read",
+        )
     return source
 
 

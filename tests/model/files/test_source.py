@@ -159,6 +159,17 @@ def test_a_download_of_a_span_brings_the_files_that_hold_it(
     assert len(weights) < len(list(llama.folder.glob("*.safetensors")))
 
 
+def test_a_repository_without_safetensors_weights_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_config(tmp_path)
+    monkeypatch.setattr(source, "snapshot_download", lambda *_, **__: str(tmp_path))
+
+    with pytest.raises(ModelError, match="`org/llama` has no safetensors weights on ") as caught:
+        resolve("org/llama", download=True)
+    assert "pull" not in str(caught.value.hint)
+
+
 def test_nothing_is_downloaded_offline(hub: list[str]) -> None:
     with pytest.raises(ModelError, match="There is no model"):
         resolve("org/llama", download=True, offline=True)
