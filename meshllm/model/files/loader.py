@@ -84,8 +84,10 @@ def list_weights(folder: Path) -> dict[str, str]:
 
 
 def first_dtype(folder: Path) -> torch.dtype:
-    """Read the dtype of the first float tensor from the headers."""
-    for name, file in list_weights(folder).items():
+    """Read the dtype of the first float tensor from the headers of the files that are here."""
+    weights = list_weights(folder)
+    here = {name: file for name, file in weights.items() if (folder / file).exists()}
+    for name, file in (here or weights).items():
         with open_file(folder / file) as opened:
             if (dtype := _DTYPES.get(opened.get_slice(name).get_dtype())) is not None:
                 return dtype

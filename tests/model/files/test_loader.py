@@ -151,6 +151,18 @@ def test_the_dtype_is_read_from_the_weights_if_the_config_has_none(tmp_path: Pat
     assert source.config.dtype is torch.bfloat16
 
 
+def test_the_dtype_is_read_from_the_files_that_are_here(split: Source) -> None:
+    files = sorted(set(list_weights(split.folder).values()))
+    for file in files[:-1]:
+        (split.folder / file).unlink()
+
+    assert first_dtype(split.folder) is torch.float32
+
+    (split.folder / files[-1]).unlink()
+    with pytest.raises(ModelError, match="is missing"):
+        first_dtype(split.folder)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
