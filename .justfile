@@ -31,8 +31,7 @@ slow:
     pytest -n 2 --dist worksteal --hypothesis-profile search tests/property
     python -m tests.bench.parity_processors
 
-# changes of the code that no test notices, in a random sample of each area: survivors, then a table;
-# half an hour
+# half an hour: changes of the code that no test notices, in a random sample of each area, and a table
 mutants *options="--sample 25":
     python -m tests.mutants {{options}}
 
@@ -107,8 +106,7 @@ sbom:
     dist/tools/bin/cyclonedx-py environment dist/sbom/bin/python --pyproject pyproject.toml --output-reproducible -o dist/sbom.json
     @echo "dist/sbom.json"
 
-# known vulnerabilities of those packages, by a public database; files of all pinned versions (700 MB)
-# that are not those of tests/hashes.txt
+# known vulnerabilities of those packages, by a public database, and files of theirs unlike tests/hashes.txt (700 MB)
 audit: sbom
     dist/tools/bin/pip install -q pip-audit
     dist/tools/bin/pip-audit --path "$(dist/sbom/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" --skip-editable

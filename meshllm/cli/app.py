@@ -5,7 +5,7 @@ import os
 import platform
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from io import TextIOWrapper
 from typing import Annotated, Any, NoReturn, cast
 
@@ -244,9 +244,18 @@ def _advice(error: typer.TyperException, command: str) -> str:
         return f"write it before the command, as in `meshllm {option} ...`"
     if option and option.removeprefix("-").replace(".", "", 1).isdigit():
         return "write `--` before a negative number"
+    if command == "meshllm" and error.format_message().startswith("No such command"):
+        name = error.format_message().split("'")[1]
+        groups = [at for at, each in command_tree().commands.items() if name in _commands(each)]
+        if groups:
+            return "there is " + " and ".join(f"`meshllm {group} {name}`" for group in groups)
     if "unexpected extra argument" in error.format_message() and command.endswith(_TAKE_TEXT):
         return f"put a text of several words in quotes; see `{command} --help`"
     return f"see `{command} --help`"
+
+
+def _commands(command: object) -> Collection[str]:
+    return getattr(command, "commands", ())
 
 
 def _bug(error: BaseException) -> MeshError:

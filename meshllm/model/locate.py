@@ -124,7 +124,7 @@ def _not_a_model(name: str) -> ModelError:
         f"There is no folder `{name}`, and it is not a model id",
         hint=f"did you mean `{known[close[0]]}`?"
         if close
-        else "use `builtin`, a folder, or `org/name` from the Hugging Face hub",
+        else "use `builtin`, a folder, or `org/name`, fetched by `meshllm model pull org/name`",
     )
 
 

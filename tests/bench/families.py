@@ -22,7 +22,7 @@ import transformers
 from meshllm.model.parity.check import verify
 from meshllm.model.parity.compare import Depth, describe, measure
 from meshllm.model.parity.families import FamilyTable, read_table, text_types, tiny_config
-from meshllm.model.parity.verdict import Verdict, known_verdicts
+from meshllm.model.parity.verdict import Verdict, measured_verdicts
 from meshllm.model.split.anatomy import PROBE_ERRORS
 from tests.builders.odd_shapes import ODD_SHAPES, odd_model
 
@@ -148,7 +148,7 @@ def verify_odd(names: Sequence[str]) -> int:
 def write(verdicts: dict[str, Verdict], table: FamilyTable) -> None:
     """Update some or all rows of the written table."""
     names = text_types(table)
-    known = (known_verdicts() if len(verdicts) < len(names) else {}) | verdicts
+    known = (measured_verdicts() if len(verdicts) < len(names) else {}) | verdicts
     ordered = {name: known[name] for name in names if name in known}
     fields = {name: asdict(verdict) for name, verdict in ordered.items()}
     (FOLDER / "families.json").write_text(json.dumps(fields, indent=1) + "\n", "utf-8")

@@ -125,6 +125,7 @@ def test_version_with_v_lists_dependencies(meshllm: Invoke) -> None:
     ("words", "message", "hint"),
     [
         (("cha",), "No such command 'cha'. Did you mean 'chat'?", "see `meshllm --help`"),
+        (("status",), "No such command 'status'", "there is `meshllm ring status`"),
         (("chat", "--nods", "3"), "No such option: --nods", "see `meshllm chat --help`"),
         (
             ("chat", "hi", "there"),

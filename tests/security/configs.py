@@ -21,7 +21,10 @@ VALUES: tuple[object, ...] = (
     None, True, 0, -1, 1, 7, 2**31, 2**63, 2**200, -0.5, 1e-308, 1e308, float("nan"), float("inf"),
     "", "x", "../../etc/passwd", "a" * 100_000, [], [0], ["x"] * 10_000, {}, {"x": {"y": []}},
 )  # fmt: skip
-ODD = ("auto_map", "quantization_config", "attn_implementation", "torch_dtype", "rope_scaling")
+ODD = (
+    *("auto_map", "quantization_config", "attn_implementation", "torch_dtype", "rope_scaling"),
+    *("configuration_files", "num_labels", "num_blocks", "attention_types"),
+)
 VALUE_S = 20  # s for one value; reading a model takes a millisecond
 MEMORY_BYTES = 8 << 30
 ALL_S = 900.0

@@ -51,7 +51,8 @@ def choose(
         node = _open_named if names_hops else open_client
         return _running(chosen, flags, node, shows_model=shows_model, quiet=quiet)
     if chosen.join is None:
-        if chosen.state is not None and not quiet:
+        is_member = (state_path(chosen) / "mesh.json").is_file()
+        if not quiet and (chosen.state is not None or is_member):
             _announce_local(chosen)
         return open_local, _of_first(chosen, flags), _here(chosen)
     _refuse(flags, _RING_SETTINGS, "the mesh of the ticket already has a ring")
@@ -168,7 +169,7 @@ def _announce(reader: str) -> None:
 
 
 def _announce_local(chosen: Settings) -> None:
-    """Say that this process answers, to somebody who named the folder of a node."""
+    """Say that this process answers, where a node has run or was meant to."""
     folder = state_path(chosen)
     found = "no node is running at" if folder.exists() else "no node has used"
     text = f"{found} `{render.one_line(str(folder))}`: {_here(chosen)} answers"

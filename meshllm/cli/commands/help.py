@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated
 
@@ -62,9 +63,11 @@ def show_help(
         _show(page)
     else:
         known = ", ".join(f"`{name}`" for name in sorted(pages))
-        raise UserError(
-            f"No help on `{' '.join(words)}`", hint=f"name a command, or a topic: {known}"
-        )
+        hint = f"name a command, or a topic: {known}"
+        names = (*pages, *getattr(root.command, "commands", {}))
+        if close := get_close_matches(words[0], names, n=1):
+            hint = f"did you mean `meshllm help {close[0]}`?"
+        raise UserError(f"No help on `{' '.join(words)}`", hint=hint)
 
 
 def _show(page: str) -> None:

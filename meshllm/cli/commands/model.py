@@ -135,7 +135,10 @@ def pull(
         typer.Option(metavar="A:B", help="Download only the files with layers A to B-1."),
     ] = None,
     revision: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Download this branch, tag or commit.")
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Download this branch, tag or commit; use the printed folder."
+        ),
     ] = None,
 ) -> None:
     """Download a model from Hugging Face."""

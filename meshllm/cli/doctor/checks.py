@@ -165,7 +165,9 @@ def check_peer(node: NodeStatus, own_version: str) -> Finding:
     who, link = f"{node.name} {node.short}", node.link
     if node.state in {NodeState.LEFT, NodeState.DOWN, NodeState.REFUSED}:
         verdict: Verdict = "warn" if node.state is NodeState.LEFT else "fail"
-        return Finding(verdict, "peer", f"{who} {node.state}: {node.reason}".rstrip(": "))
+        advice = f"start it again there, or remove it: `meshllm ring remove {node.short}`"
+        found = f"{who} {node.state}: {node.reason}".rstrip(": ")
+        return Finding(verdict, "peer", found, "" if node.state is NodeState.REFUSED else advice)
     if link is None:
         at = ", ".join(node.addresses) or "an unknown address"
         advice = f"check the firewalls of {node.name} and this machine, or set `--advertise`"
@@ -174,7 +176,8 @@ def check_peer(node: NodeStatus, own_version: str) -> Finding:
     found = f"{who} {link.path}, {'round trip not measured yet' if trip is None else ms(trip)}"
     found += f": {link.path_reason}" if link.path_reason else ""
     if link.heard_s > SILENCE_S:
-        return Finding("fail", "peer", f"{found}, silent for {link.heard_s:.0f} s")
+        advice = f"look whether {node.name} still runs, and at the network between"
+        return Finding("fail", "peer", f"{found}, silent for {link.heard_s:.0f} s", advice)
     if node.version != own_version:
         advice = f"install the same version on both; this machine has {own_version}"
         return Finding("warn", "peer", f"{found}, meshllm {node.version}", advice)

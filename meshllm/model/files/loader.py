@@ -31,7 +31,7 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 
 from meshllm.errors import ModelError
-from meshllm.local_files import check_regular, read_regular
+from meshllm.local_files import check_regular, read_regular, reason_of
 from meshllm.model.device import CPU
 from meshllm.model.lean import lean
 from meshllm.model.locate import GGUF, INDEX
@@ -84,8 +84,10 @@ def list_weights(folder: Path) -> dict[str, str]:
 
 
 def first_dtype(folder: Path) -> torch.dtype:
-    """Read the dtype of the first float tensor from the headers."""
-    for name, file in list_weights(folder).items():
+    """Read the dtype of the first float tensor from the headers of the files that are here."""
+    weights = list_weights(folder)
+    here = {name: file for name, file in weights.items() if (folder / file).exists()}
+    for name, file in (here or weights).items():
         with open_file(folder / file) as opened:
             if (dtype := _DTYPES.get(opened.get_slice(name).get_dtype())) is not None:
                 return dtype
@@ -260,7 +262,7 @@ def _merge(model: Any, state: dict[str, Any], config: Any) -> Any:
 
 
 def open_file(path: Path) -> Any:
-    """Open a safetensors file; raise `ModelError` if it is missing or damaged."""
+    """Open a safetensors file; raise `ModelError` if it is missing, unreadable or damaged."""
     try:
         check_regular(path, sys.maxsize)
         with path.open("rb") as file:
@@ -274,7 +276,9 @@ def open_file(path: Path) -> Any:
         raise ModelError(
             f"`{path}` is missing", hint="fetch it with `meshllm model pull`"
         ) from None
-    except (SafetensorError, OSError) as error:
+    except OSError as error:
+        raise ModelError(f"`{path}` cannot be read: {reason_of(error)}") from None
+    except SafetensorError as error:
         raise ModelError(f"`{path}` is damaged: {error}", hint="fetch it again") from None
 
 

@@ -7,7 +7,7 @@ from a model: no remote code, no pickle, no attention kernel that a config names
 import json
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -38,14 +38,17 @@ from meshllm.model.split.skeleton import Part, build, check_causal, quiet, strip
 from meshllm.model.text.pooling import POOLING_CONFIGS
 from meshllm.names import Span
 
-MAX_LAYERS = 4096  # accepted in a config; building a model takes time and memory for each
+MAX_COUNT = 4096  # of layers, and of what else takes time and memory for each when it is built
 _FRAME = re.compile(r"^Got: \w+: |\[Errno -?\d+\] ")  # what the client of the hub adds to a reason
-LAYER_COUNTS = frozenset(
+COUNTS = frozenset(
     {
-        *("num_hidden_layers", "num_layers", "n_layer", "n_layers"),
+        *("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_blocks"),
         *("decoder_layers", "encoder_layers", "num_decoder_layers", "num_encoder_layers"),
+        *("first_k_dense_replace", "num_layers_per_stack", "num_mtp_layers"),
+        *("num_attention_heads", "num_labels"),
     }
 )
+"""Fields of configs for which transformers makes a list of that length."""
 SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 """Config, index, tokenizer and chat template, as `fnmatch` patterns."""
 MORE_TEMPLATES = "additional_chat_templates/*.jinja"
@@ -109,8 +112,11 @@ def open_folder(name: str, folder: Path) -> Source:
             if "auto_map" in raw
             else f"this is version {__version__} of it; a newer one may know the type",
         )
-    if (layers := _most_layers(raw)) > MAX_LAYERS:
-        raise ModelError(f"`{path}` has {layers} layers, more than {MAX_LAYERS}")
+    if "configuration_files" in raw:
+        raise ModelError(f"`{path}` refers to other configs, which is not supported")
+    for field, count in _counts(raw):
+        if abs(count) > MAX_COUNT:
+            raise ModelError(f"`{path}` has {count} as `{field}`, beyond {MAX_COUNT}")
     if raw.get("quantization_config"):
         raise ModelError(
             f"The weights of `{name}` are quantised, which is not supported",
@@ -119,6 +125,10 @@ def open_folder(name: str, folder: Path) -> Source:
     try:
         with quiet():
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        # Some types take the number of layers from a list or a text.
+        layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0)
+        if layers > MAX_COUNT:
+            raise ValueError(f"it has {layers} layers, more than {MAX_COUNT}")
     except _INVALID as error:
         raise ModelError(f"`{path}` is not a valid `{model_type}` config: {error}") from None
     check_causal(config)
@@ -151,7 +161,12 @@ def _fetch(name: str, revision: str | None, span: Span | None) -> Source:
         files = sorted(set(list_weights(source.folder).values()))
     else:
         files = _files_of_rank(source, span)
-    _download(name, revision, files)
+    folder = _download(name, revision, files)
+    if files == [SINGLE] and not (folder / SINGLE).is_file():
+        raise ModelError(
+            f"`{name}` has no safetensors weights on {constants.ENDPOINT}",
+            hint="choose a model that has them; pickled weights can run code and are never read",
+        )
     return source
 
 
@@ -213,12 +228,20 @@ def _is_small(name: str) -> bool:
     return any(fnmatch(name, pattern) for pattern in SMALL_FILES)
 
 
-def _most_layers(raw: dict[str, Any]) -> int:
-    """Return the largest layer count in a config or a nested one."""
-    most = 0
+def _counts(raw: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """Yield name and value of each count in a config or a nested one."""
     for name, value in raw.items():
         if isinstance(value, dict):
-            most = max(most, _most_layers(value))
-        elif isinstance(value, int) and name in LAYER_COUNTS:
-            most = max(most, value)
-    return most
+            yield from _counts(value)
+        elif isinstance(value, int) and name in COUNTS:
+            yield name, value
+        elif isinstance(value, list) and name == "attention_types":
+            yield name, sum(map(_repeated, value))
+
+
+def _repeated(item: object) -> int:
+    """Return how many layers an item of `attention_types` is for, or how often it is repeated."""
+    match item:
+        case [str() | list() | dict() as kinds, int(count), *_]:
+            return max(len(kinds), 1) * max(count, 0)
+    return 0

@@ -5,6 +5,7 @@ switches and every machine its own kernels, so the first use of a config on a ma
 again on a tiny model with the same switches, and the verdict is cached.
 """
 
+import copy
 import json
 import logging
 import math
@@ -193,7 +194,11 @@ def _run_whole(
         open_file(source.folder / file)  # raises our own error if missing or damaged
     with quiet():
         model = AutoModelForCausalLM.from_pretrained(
-            source.folder, dtype=dtype, local_files_only=True, use_safetensors=True
+            source.folder,
+            config=copy.deepcopy(source.config),
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
         ).eval()
         # Replaced: generate completes a passed config from this one, with penalties and end tokens.
         model.generation_config = GenerationConfig(

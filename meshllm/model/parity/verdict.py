@@ -1,7 +1,8 @@
 """The verdict on splitting a model type; imports neither torch nor transformers."""
 
 import json
-from dataclasses import dataclass
+import tomllib
+from dataclasses import dataclass, replace
 from importlib import resources
 
 from meshllm.errors import ModelError
@@ -36,6 +37,23 @@ class Verdict:
 
 
 def known_verdicts() -> dict[str, Verdict]:
+    """Return the verdict on each type, also on wrappers of text models and on what has no text."""
+    measured, table = measured_verdicts(), tomllib.loads(_read("families.toml"))
+    wrappers = {
+        name: replace(measured[text], model_type=name) for name, text in table["wrappers"].items()
+    }
+    excluded = {
+        name: Verdict(name, equal=False, reason=why)
+        for why, group in table["excluded"].items()
+        for name in group["types"]
+    }
+    return dict(sorted((measured | wrappers | excluded).items()))
+
+
+def measured_verdicts() -> dict[str, Verdict]:
     """Read the verdicts of the last full parity run, by ``type`` or ``type:variant``."""
-    text = resources.files(__package__).joinpath("families.json").read_text("utf-8")
-    return {name: Verdict(**fields) for name, fields in json.loads(text).items()}
+    return {name: Verdict(**fields) for name, fields in json.loads(_read("families.json")).items()}
+
+
+def _read(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text("utf-8")

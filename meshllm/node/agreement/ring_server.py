@@ -161,7 +161,7 @@ class RingServer:
                 charter = self.member.charter
                 members = charter.members if charter else None
                 here = f"{(members or lacking) - lacking} of {members or lacking} members"
-                return f"{here} are ready, up to {GATHER_S:.0f} s for the others"
+                return f"{here} are ready, the others have up to {GATHER_S:.0f} s"
             return "the nodes are agreeing on a plan"
         if agreement is not None:
             is_early = not agreement.offers and not agreement.refused

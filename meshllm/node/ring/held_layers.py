@@ -271,12 +271,10 @@ class HeldLayers:
         size = sum(each.bytes for each in self._receivers.values())
         if size > room or size - self._lent_rows > free_memory():
             return False
-        if store := self.store:
-            budget = store.prefixes.index.budget
-            if not budget.lend(self._lent + size, self._take_back, is_urgent=True):
-                return False
-        self._lent_rows = size
-        return True
+        before, self._lent_rows = self._lent_rows, size
+        if not (is_lent := self._lend_all(is_urgent=True)):
+            self._lent_rows = before
+        return is_lent
 
     def _take_back(self) -> None:
         """Release what is loaded in advance: a session needs its memory."""

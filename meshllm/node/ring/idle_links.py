@@ -8,6 +8,8 @@ from functools import partial
 from itertools import count
 
 from meshllm.errors import MeshError
+from meshllm.node.net.secure import SecureLink
+from meshllm.protocol.trust.handshake import ALL_FEATURES, Features
 from meshllm.transport import contract
 
 MAX_BUFFERED = 16  # messages buffered of an idle link; a peer sends two before it is answered
@@ -66,6 +68,11 @@ class IdleLink:
         """Wait until nothing is read ahead any more."""
         if self.watching is not None:
             await asyncio.wait([self.watching])
+
+    @property
+    def features(self) -> Features:
+        """Features that the peer supports; all of them inside one process."""
+        return self._link.features if isinstance(self._link, SecureLink) else ALL_FEATURES
 
     @property
     def statistics(self) -> contract.LinkStatistics:

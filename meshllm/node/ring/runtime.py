@@ -405,7 +405,7 @@ class RingRuntime:
         for machine in machines[1:]:
             machine.open(loop_time())  # the next rank got a Hello when it was dialled
         return [
-            RingLink(link, machine, partial(self._host.faulty, node))
+            RingLink(link, machine, partial(self._host.faulty, node), link.features)
             for link, machine, node in zip(links, machines, nodes, strict=True)
         ]
 

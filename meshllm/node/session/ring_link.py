@@ -10,7 +10,6 @@ from typing import NamedTuple, assert_never
 
 from meshllm.errors import LinkLost, MeshError, PeerFault
 from meshllm.names import SessionId
-from meshllm.node.net.secure import SecureLink
 from meshllm.node.timer import loop_time
 from meshllm.protocol.session.codec import decode, encode
 from meshllm.protocol.session.link import BEAT, Action, Deliver, Lost, NeighbourLink, Send
@@ -47,10 +46,15 @@ class RingLink:
     """Sends to and receives from one neighbour until the link is lost."""
 
     def __init__(
-        self, link: contract.Link, machine: NeighbourLink, blame: Callable[[], None]
+        self,
+        link: contract.Link,
+        machine: NeighbourLink,
+        blame: Callable[[], None],
+        features: Features = ALL_FEATURES,
     ) -> None:
-        """Serve a link; ``blame`` counts a fault of the neighbour."""
+        """Serve a link; ``blame`` counts a fault of the neighbour, which has ``features``."""
         self.blame = blame
+        self.features = features
         self._link = link
         self._prompt = link if isinstance(link, contract.Prompt) else None
         self._machine = machine
@@ -72,11 +76,6 @@ class RingLink:
     def bytes_per_s(self) -> float | None:
         """Rate of the link to the neighbour; None if the transport does not know it."""
         return self._link.statistics.bytes_per_s
-
-    @property
-    def features(self) -> Features:
-        """Features that the neighbour supports; all of them inside one process."""
-        return self._link.features if isinstance(self._link, SecureLink) else ALL_FEATURES
 
     @property
     def is_waiting(self) -> bool:
@@ -110,9 +109,9 @@ class RingLink:
             self._wake_writer()
 
     async def run(self, deliver: Callable[[SessionMessage], None]) -> MeshError:
-        """Run the link until it is lost, close it, and return the reason.
+        """Run the link until it is lost, and return the reason; its owner closes it.
 
-        If cancelled, the link is closed; messages still queued are dropped.
+        If cancelled, messages still queued are dropped.
         """
         reasons: list[MeshError] = []
         try:
@@ -122,8 +121,6 @@ class RingLink:
                 group.create_task(self._read(deliver))
         except* MeshError as errors:
             reasons.extend(error for error in errors.exceptions if isinstance(error, MeshError))
-        finally:
-            await self._link.close()
         return reasons[0]
 
     async def _read(self, deliver: Callable[[SessionMessage], None]) -> None:
@@ -272,7 +269,7 @@ class Neighbours:
         return self._next.is_waiting
 
     async def run(self, deliver: Callable[[SessionMessage], None]) -> MeshError:
-        """Run both links until one is lost, close both, and return the reason."""
+        """Run both links until one is lost, and return the reason."""
         peers = (self._previous.run(deliver), self._next.run(_refuse))
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(peer) for peer in peers]

@@ -355,6 +355,18 @@ def test_a_state_folder_without_a_node_is_no_error(
         assert quiet.stderr == ""
 
 
+def test_a_stopped_node_of_a_mesh_is_named(
+    ask: Ask, local: FakeRing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MESHLLM_STATE", raising=False)
+    monkeypatch.setattr("meshllm.config.user_state_path", lambda *_, **__: tmp_path)
+
+    assert ask("chat").stderr == ""
+    (tmp_path / "mesh.json").touch()
+    assert ask("chat").stderr.startswith(f"no node is running at `{tmp_path}`: ")
+    assert ask("chat", "--quiet").stderr == ""
+
+
 def test_a_usual_state_folder_that_cannot_be_used_does_not_matter(
     ask: Ask, local: FakeRing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,6 @@
 """Weights from files: only what is needed, as stock code reads it, and clear errors for damage."""
 
+import errno
 import json
 import shutil
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from meshllm.errors import ModelError
 from meshllm.model.files import loader
-from meshllm.model.files.loader import SINGLE, first_dtype, list_weights
+from meshllm.model.files.loader import SINGLE, first_dtype, list_weights, open_file
 from meshllm.model.files.source import Source, needed_files, open_folder
 from meshllm.model.locate import INDEX
 from meshllm.model.split.shard import Shard
@@ -151,6 +152,18 @@ def test_the_dtype_is_read_from_the_weights_if_the_config_has_none(tmp_path: Pat
     assert source.config.dtype is torch.bfloat16
 
 
+def test_the_dtype_is_read_from_the_files_that_are_here(split: Source) -> None:
+    files = sorted(set(list_weights(split.folder).values()))
+    for file in files[:-1]:
+        (split.folder / file).unlink()
+
+    assert first_dtype(split.folder) is torch.float32
+
+    (split.folder / files[-1]).unlink()
+    with pytest.raises(ModelError, match="is missing"):
+        first_dtype(split.folder)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -169,6 +182,21 @@ def test_a_damaged_file_is_named(
 
     with pytest.raises(ModelError, match=f"{SINGLE}` {message}"):
         load_all(llama)
+
+
+def test_a_file_that_cannot_be_read_is_not_called_damaged(
+    llama: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_args: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(Path, "open", refuse)
+
+    with pytest.raises(
+        ModelError, match=f"{SINGLE}` cannot be read: too many open files"
+    ) as caught:
+        open_file(llama.folder / SINGLE)
+    assert caught.value.hint is None
 
 
 def test_a_missing_tensor_is_named(llama: Source) -> None:

@@ -159,6 +159,17 @@ def test_a_download_of_a_span_brings_the_files_that_hold_it(
     assert len(weights) < len(list(llama.folder.glob("*.safetensors")))
 
 
+def test_a_repository_without_safetensors_weights_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_config(tmp_path)
+    monkeypatch.setattr(source, "snapshot_download", lambda *_, **__: str(tmp_path))
+
+    with pytest.raises(ModelError, match="`org/llama` has no safetensors weights on ") as caught:
+        resolve("org/llama", download=True)
+    assert "pull" not in str(caught.value.hint)
+
+
 def test_nothing_is_downloaded_offline(hub: list[str]) -> None:
     with pytest.raises(ModelError, match="There is no model"):
         resolve("org/llama", download=True, offline=True)
@@ -348,17 +359,58 @@ def test_a_config_that_is_nested_too_deep_is_refused(tmp_path: Path, depth: int)
         resolve(str(tmp_path))
 
 
-def test_a_config_of_absurdly_many_layers_is_refused_at_once(tmp_path: Path) -> None:
-    config = {"model_type": "llama", "text_config": {"num_hidden_layers": 10**9}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_labels": 10**9},
+        {"text_config": {"num_hidden_layers": 10**9}},
+        {"decoder_layers": 10**9},
+        {"encoder_layers": 10**9},
+        {"num_decoder_layers": 10**9},
+        {"model_type": "xlstm", "num_blocks": 10**9},
+        {"model_type": "mellum", "num_mtp_layers": 10**9},
+        {"model_type": "hrm_text", "num_layers_per_stack": 10**9},
+        {"model_type": "stablelm", "num_attention_heads": 10**9},
+        {"model_type": "cohere2_moe", "first_k_dense_replace": 10**9},
+        {"model_type": "cohere2_moe", "first_k_dense_replace": -(10**9)},
+        {"model_type": "gpt_neo", "attention_types": [["x"], [["global"], 10**9]]},
+        {"model_type": "gpt_neo", "attention_types": [[[], 10**9], [["global"], -(10**9)]]},
+        {"model_type": "gpt_neo", "attention_types": [["global" * 1000, 2000]]},
+        {"model_type": "gpt_neo", "attention_types": [[["local"], 4096], [["global"], 1]]},
+    ],
+)
+def test_an_absurd_count_in_a_config_is_refused_at_once(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    write_config(tmp_path, **fields)
 
-    with pytest.raises(ModelError, match="has 1000000000 layers, more than"):
-        resolve(str(tmp_path))
+    with pytest.raises(ModelError, match=r"config\.json` has -?\d+ as `\w+`, beyond 4096"):
+        open_folder("x", tmp_path)
 
 
-@pytest.mark.parametrize("name", ["decoder_layers", "encoder_layers", "num_decoder_layers"])
-def test_layers_of_a_decoder_count_too(tmp_path: Path, name: str) -> None:
-    write_config(tmp_path, **{name: 10**9})
+def test_a_list_of_attention_types_is_counted(tmp_path: Path) -> None:
+    kinds = [[["global", "local"], 2], [["local"], 1]]
+    write_config(tmp_path, model_type="gpt_neo", num_layers=5, attention_types=kinds)
 
-    with pytest.raises(ModelError, match="has 1000000000 layers, more than"):
+    assert len(open_folder("x", tmp_path).config.attention_layers) == 5
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [{"hybrid_override_pattern": "M" * 4097}, {"layers_block_type": ["mlp"] * 4097}],
+    ids=["text", "list"],
+)
+def test_layers_that_a_config_lists_count_too(tmp_path: Path, layers: dict[str, Any]) -> None:
+    write_config(tmp_path, model_type="nemotron_h", num_hidden_layers=2, **layers)
+
+    with pytest.raises(ModelError, match="it has 4097 layers, more than 4096"):
+        open_folder("x", tmp_path)
+
+
+def test_a_config_that_refers_to_another_one_is_refused(tmp_path: Path) -> None:
+    write_config(tmp_path, configuration_files=["config.1.0.json"])
+    other = {"model_type": "llama", "num_hidden_layers": 10**9}
+    (tmp_path / "config.1.0.json").write_text(json.dumps(other))
+
+    with pytest.raises(ModelError, match="refers to other configs"):
         open_folder("x", tmp_path)

@@ -13,8 +13,7 @@ from transformers import CONFIG_MAPPING, CTRLConfig, LlamaConfig, Qwen3Config, Z
 
 from meshllm.errors import ModelError
 from meshllm.model import json_cache
-from meshllm.model.files.source import Source
-from meshllm.model.kernels import jit
+from meshllm.model.files.source import Source, open_folder
 from meshllm.model.parity import check as module
 from meshllm.model.parity.cases import TOLERANCE, RingSession
 from meshllm.model.parity.check import Outcome, ParityReport, Split, check, verify
@@ -137,7 +136,7 @@ def test_another_processor_is_measured_again(
     tmp_path: Path, counted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check(LlamaConfig(), folder=tmp_path)
-    monkeypatch.setattr(jit, "processor", lambda: ("other", "+feature"))
+    monkeypatch.setattr(module, "machine", lambda: ("other", "+feature"))
     check(LlamaConfig(), folder=tmp_path)
 
     assert len(counted) == 2
@@ -239,6 +238,15 @@ def test_the_generation_config_of_the_model_is_ignored(llama: Source) -> None:
     settings.write_text(before)
 
     assert again == greedy
+
+
+@pytest.mark.parametrize("attention", ["eager", "flash_attention_2"])
+def test_the_attention_that_a_config_names_is_not_verified(tmp_path: Path, attention: str) -> None:
+    tiny_model(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | {"attn_implementation": attention}))
+
+    assert verify(open_folder("x", tmp_path), splits=(2,), prompt=PROMPT).equal
 
 
 def test_a_damaged_part_is_not_verified(llama: Source, monkeypatch: pytest.MonkeyPatch) -> None:

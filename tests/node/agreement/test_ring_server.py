@@ -82,7 +82,7 @@ def test_the_reason_follows_what_is_agreed_on() -> None:
         "the nodes are loading the model",
         "too little memory",
         "the nodes are agreeing on a plan",
-        "0 of 1 members are ready, up to 30 s for the others",
+        "0 of 1 members are ready, the others have up to 30 s",
     ]
     assert served.server.reason() == "the compute thread has hung"
 

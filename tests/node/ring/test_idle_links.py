@@ -2,11 +2,14 @@
 
 import asyncio
 from types import SimpleNamespace
+from unittest.mock import create_autospec
 
 import pytest
 
 from meshllm.errors import LinkLost
+from meshllm.node.net.secure import SecureLink
 from meshllm.node.ring.idle_links import MAX_BUFFERED, IdleLink, IdleLinks
+from meshllm.protocol.trust.handshake import ALL_FEATURES, Features
 from meshllm.transport.contract import Channel, Link
 from meshllm_loopback import LoopbackTransport
 
@@ -25,6 +28,14 @@ async def test_an_idle_link_forwards_offers() -> None:
     assert IdleLink(one).offer([b"now"], Channel.CONTROL)
     assert not IdleLink(silent).offer([b"never"])
     assert await other.receive() == (Channel.CONTROL, b"now")
+
+
+async def test_an_idle_link_has_the_features_of_its_peer() -> None:
+    one, _ = await pair()
+    secure = create_autospec(SecureLink, instance=True, features=Features.HELP)
+
+    assert IdleLink(secure).features == Features.HELP
+    assert IdleLink(one).features == ALL_FEATURES
 
 
 async def test_a_link_that_is_used_has_all_that_was_read_ahead() -> None:

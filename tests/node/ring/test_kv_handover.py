@@ -289,6 +289,30 @@ def test_layers_in_advance_and_caches_share_what_sessions_lend(world: World) -> 
     run_virtual(main())
 
 
+def test_finished_sessions_make_room_for_caches_that_are_handed_over(world: World) -> None:
+    async def main() -> None:
+        async with answering(world) as (places, _):
+            c = places[2]
+            await Ingress(PROMPT[::-1]).ask(places[0])
+            assert c.runtime.stage is not None
+            budget = c.runtime.stage.budget
+            c.runtime.prepare(MIDDLE, is_urgent=True)
+            link = await offered(world, B, C)
+            await answer_to(link)
+            assert budget.kept_bytes > 0
+            c.room = budget.live_bytes + budget.kept_bytes + budget._lent
+            c.runtime.resize()
+            await until(lambda: [room.total for room in budget.rooms] == [c.room])
+
+            await link.send(encode(rows_of(2)))
+            await link.send(encode(KvOffer(B, MIDDLE.epoch, MIDDLE.digest)))
+
+            assert await answer_to(link) == KvOffer(C, MIDDLE.epoch, MIDDLE.digest)
+            assert not budget.is_over
+
+    run_virtual(main())
+
+
 def test_rows_for_which_there_is_no_room_end_the_handover(world: World) -> None:
     async def main() -> None:
         async with answering(world) as (places, _):

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from unittest.mock import AsyncMock, patch
 
 import pytest
 
@@ -52,8 +53,18 @@ async def pair() -> tuple[contract.Link, contract.Link]:
     return ours, theirs
 
 
+class OwnedLink(RingLink):
+    """A ring link that closes its link at its end, as its owner does."""
+
+    async def run(self, deliver: Callable[[SessionMessage], None]) -> MeshError:
+        try:
+            return await super().run(deliver)
+        finally:
+            await self._link.close()
+
+
 def ring_link_on(link: contract.Link, blame: Callable[[], None] = lambda: None) -> RingLink:
-    return RingLink(link, NeighbourLink(Hello(OURS, 1, PLAN), peer=THEIRS), blame)
+    return OwnedLink(link, NeighbourLink(Hello(OURS, 1, PLAN), peer=THEIRS), blame)
 
 
 async def say(link: contract.Link, *messages: Message) -> None:
@@ -88,6 +99,22 @@ def test_messages_go_both_ways_after_a_hello() -> None:
     assert CANCEL in heard
     assert any(isinstance(message, Beat) for message in heard)
     assert isinstance(reason, PeerFault)
+
+
+def test_a_silent_neighbour_is_lost_before_its_link_is_closed() -> None:
+    async def story() -> tuple[MeshError, float]:
+        ours, theirs = await pair()
+        peer = RingLink(ours, NeighbourLink(Hello(OURS, 1, PLAN), peer=THEIRS), lambda: None)
+        await say(theirs, Hello(THEIRS, 1, PLAN))
+        begin = asyncio.get_running_loop().time()
+        with patch.object(ours, "close", AsyncMock(side_effect=AssertionError)):
+            reason = await peer.run(lambda _: None)
+        return reason, asyncio.get_running_loop().time() - begin
+
+    reason, took_s = run_virtual(story())
+
+    assert isinstance(reason, LinkLost)
+    assert took_s == pytest.approx(SILENCE)
 
 
 def test_only_a_neighbour_of_the_same_plan_is_blamed_for_what_it_sends() -> None:
