@@ -17,7 +17,6 @@ from meshllm.model import json_cache
 from meshllm.model import timing as module
 from meshllm.model.device import CPU
 from meshllm.model.files.source import Source, open_folder
-from meshllm.model.kernels import jit
 from meshllm.model.pauses import pausing
 from meshllm.model.shape import free_memory
 from meshllm.model.split.shard import Shard
@@ -189,7 +188,7 @@ def test_other_kernels_and_processors_are_measured_again(
         patch.setattr(meshllm, "__version__", "99.0")
         assert measure_speed(source, torch.float32, tmp_path).head_s == 0.125
     with monkeypatch.context() as patch:
-        patch.setattr(jit, "processor", lambda: ("other", "+feature"))
+        patch.setattr(module, "machine", lambda: ("other", "+feature"))
         assert measure_speed(source, torch.float32, tmp_path).head_s == 0.125
 
 
