@@ -338,8 +338,9 @@ class MeshLinks:
             link = await self._dial_peer(addresses, Purpose.MESH, peer, local)
         except MeshError as error:
             logger.debug("cannot reach node %s: %s", short(peer), error)
-            self._machine.refused(peer, loop_time())
-            self._timer.reset()
+            if asyncio.current_task() in self._dialling:  # else it would delay the machine's next
+                self._machine.refused(peer, loop_time())
+                self._timer.reset()
             return
         finally:
             if task := asyncio.current_task():

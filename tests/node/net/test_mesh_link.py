@@ -411,6 +411,29 @@ def test_hints_are_rate_limited(run: Run, monkeypatch: pytest.MonkeyPatch) -> No
     run(story)
 
 
+def test_failed_hints_do_not_delay_the_dials_of_the_machine(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(town: Town) -> None:
+        a, b = await pair(town)
+        dialled = list[tuple[str, ...]]()
+
+        async def dial(own: object, addresses: tuple[str, ...], *_: object, **__: object) -> None:
+            if own is a.dialer:
+                dialled.append(addresses)
+            raise LinkLost("nobody is there")
+
+        monkeypatch.setattr(type(a.dialer), "dial", dial)
+        await a.links.by_peer[b.me].close()
+        for _ in range(40):
+            a.links.hint(b.me, ("loopback:saved",))
+            await asyncio.sleep(module.HINT_S + 1)
+        later = len(dialled) // 2
+        assert (b.address,) in dialled[later:]
+
+    run(story)
+
+
 def test_invented_peers_are_dialled_a_limited_number_at_once(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
