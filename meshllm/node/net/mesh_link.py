@@ -180,7 +180,7 @@ class MeshLinks:
         self._admission = admission
         self._host = host
         self._lines: dict[NodeId, _MeshLink] = {}
-        self._turn = asyncio.Lock()
+        self._turns = {role: asyncio.Lock() for role in Role}  # members do not wait for clients
         self._hinted: dict[tuple[NodeId, tuple[str, ...]], float] = {}
         self._redials: dict[asyncio.Task[None], NodeId] = {}
         self._dialling = set[asyncio.Task[None]]()  # for the machine
@@ -364,7 +364,7 @@ class MeshLinks:
 
     async def _carry(self, link: SecureLink, *, dialled: bool) -> None:
         """Report a link to the machine and run it until it is lost."""
-        peer, line = link.peer, _MeshLink(link, self._turn)
+        peer, line = link.peer, _MeshLink(link, self._turns[link.role])
         actions = self._machine.linked(
             peer,
             link.instance,

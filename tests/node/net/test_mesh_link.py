@@ -15,7 +15,13 @@ from meshllm.node.net import mesh_link as module
 from meshllm.node.net.peer_address import Local
 from meshllm.node.net.secure import HandshakeClosed, SecureLink, secure_accept, secure_dial
 from meshllm.protocol.membership.actions import Dial
-from meshllm.protocol.membership.codec import AnswerEvent, CloseReason, Generate, encode
+from meshllm.protocol.membership.codec import (
+    MAX_REQUEST_BYTES,
+    AnswerEvent,
+    CloseReason,
+    Generate,
+    encode,
+)
 from meshllm.protocol.membership.link_table import SILENCE
 from meshllm.protocol.membership.read_budget import CLIENT_BYTES_PER_S
 from meshllm.protocol.membership.records import MAX_MEMBERS, Lifecycle
@@ -353,6 +359,24 @@ def test_clients_that_flood_a_node_are_read_slowly_and_others_at_once(run: Run) 
         assert 8 <= sum(peer in {each.me for each in clients[:2]} for peer in heard) <= 12
         for task in floods:
             task.cancel()
+        for link in links:
+            await link.close()
+
+    run(story)
+
+
+def test_clients_that_send_much_do_not_make_a_node_drop_members(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a, b = await pair(town)
+        links = [await dial(await town.add(name, Role.CLIENT), a) for name in "cd"]
+        long = Generate(ASK, bytes(MAX_REQUEST_BYTES - 100))
+        for link in links:
+            await link.send([encode(long)], Channel.DATA)
+        await asyncio.sleep(0.02)
+        b.links.post(a.me, long)
+        await asyncio.sleep(SILENCE + 1)
+        assert a.talked[2:] == [(b.me, long, False)]
+        assert b.me not in a.lost_ones
         for link in links:
             await link.close()
 
