@@ -61,13 +61,12 @@ async def enter(
     """
     ticket = check_ticket(store, options.join) if options.join else None
     incarnation = store.next_incarnation()
-    hints = ((ticket.inviter, ticket.addresses),) if ticket else ()
     if ticket is None or _is_redeemed(store, ticket):
         credential = store.credential or store.found()
-        return Membership(credential, incarnation, None, (*hints, *store.peers.items()))
+        return Membership(credential, incarnation, None, _known(store, ticket))
     link = await dial_inviter(store, ticket, transports, incarnation, discovery=options.discovery)
     credential = store.join(_better(store.credential, granted(link)), ticket)
-    return Membership(credential, incarnation, link, hints)
+    return Membership(credential, incarnation, link, ((ticket.inviter, ticket.addresses),))
 
 
 def check_ticket(store: StateStore, text: str) -> Ticket:
@@ -110,6 +109,15 @@ def check_client_ticket(text: str, state: Path) -> Ticket:
 def client_folder(ticket: Ticket, state: Path, place: int = 1) -> Path:
     """Return the folder of one of the concurrent clients of a ticket."""
     return state / f"client-{blake3(ticket.psk).hexdigest(8)}-{place}"
+
+
+def _known(store: StateStore, ticket: Ticket | None) -> tuple[tuple[NodeId, tuple[str, ...]], ...]:
+    """Return the saved addresses of members; those of a ticket come after, as they are older."""
+    known = store.peers
+    if ticket is not None:
+        saved = known.get(ticket.inviter, ())
+        known[ticket.inviter] = tuple(dict.fromkeys((*saved, *ticket.addresses)))
+    return tuple(known.items())
 
 
 def _is_redeemed(store: StateStore, ticket: Ticket) -> bool:

@@ -43,7 +43,8 @@ from meshllm.protocol.trust.handshake import Purpose
 from meshllm.transport.contract import Channel, Link, Listener
 
 MAX_QUEUED = 8 << 20  # bytes queued for a slow peer; above, its link is closed
-HINT_S = 5.0  # s between two dials of a hinted peer
+HINT_S = 5.0  # s between two dials of a hinted peer at the same addresses
+MAX_HINTED = 2 * MAX_MEMBERS  # in that time: at saved addresses, and at those of beacons
 MAX_HANDSHAKES = 256  # concurrent, of one transport: as many as any of them keeps half-open
 FAREWELL_S = 1.0  # s to send the last message
 
@@ -179,8 +180,8 @@ class MeshLinks:
         self._admission = admission
         self._host = host
         self._lines: dict[NodeId, _MeshLink] = {}
-        self._turn = asyncio.Lock()
-        self._hinted: dict[NodeId, float] = {}
+        self._turns = {role: asyncio.Lock() for role in Role}  # members do not wait for clients
+        self._hinted: dict[tuple[NodeId, tuple[str, ...]], float] = {}
         self._redials: dict[asyncio.Task[None], NodeId] = {}
         self._dialling = set[asyncio.Task[None]]()  # for the machine
         self._timer = DeadlineTimer(lambda: machine.deadline, self._expire)
@@ -234,10 +235,11 @@ class MeshLinks:
         """Dial a member at addresses where it may be, each `peer_address.permitted`."""
         now = loop_time()
         self._hinted = {each: until for each, until in self._hinted.items() if now < until}
-        is_full = len(self._hinted) >= MAX_MEMBERS  # a member may invent peers
-        if is_full or peer in self._hinted or not self._may_dial(peer):
+        place = peer, tuple(addresses)
+        is_full = len(self._hinted) >= MAX_HINTED  # a member may invent peers
+        if is_full or place in self._hinted or not self._may_dial(peer):
             return
-        self._hinted[peer] = now + HINT_S
+        self._hinted[place] = now + HINT_S
         self._begin(self._dial, peer, addresses, local)
 
     def redial(self, peer: NodeId, addresses: Sequence[str], local: Local) -> None:
@@ -338,8 +340,9 @@ class MeshLinks:
             link = await self._dial_peer(addresses, Purpose.MESH, peer, local)
         except MeshError as error:
             logger.debug("cannot reach node %s: %s", short(peer), error)
-            self._machine.refused(peer, loop_time())
-            self._timer.reset()
+            if asyncio.current_task() in self._dialling:  # else it would delay the machine's next
+                self._machine.refused(peer, loop_time())
+                self._timer.reset()
             return
         finally:
             if task := asyncio.current_task():
@@ -361,7 +364,7 @@ class MeshLinks:
 
     async def _carry(self, link: SecureLink, *, dialled: bool) -> None:
         """Report a link to the machine and run it until it is lost."""
-        peer, line = link.peer, _MeshLink(link, self._turn)
+        peer, line = link.peer, _MeshLink(link, self._turns[link.role])
         actions = self._machine.linked(
             peer,
             link.instance,

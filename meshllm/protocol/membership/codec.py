@@ -37,6 +37,7 @@ MAX_ITEMS = 256  # of one message
 MAX_ITEMS_BYTES = 256 * 1024  # of one message
 MAX_REQUEST_BYTES = 4 * 1024 * 1024  # of JSON: a prompt of a million tokens
 MAX_EVENT_BYTES = 4 * 1024 * 1024  # of JSON: one event of an answer
+MAX_MESH_BYTES = MAX_REQUEST_BYTES + 64 * 1024  # of any message, also of a later version
 MAX_MODEL_LIST_BYTES = 128 * 1024  # of JSON: some 300 models
 REQUEST_ID_BYTES = 16
 MAX_HELD_US = 2**32 - 1  # 71 minutes; far too old to measure a round trip
@@ -225,8 +226,10 @@ def decode(buffer: Buffer) -> Message:
     """Decode one message.
 
     Raises:
-        PeerFault: another major version, or a malformed message of a known kind.
+        PeerFault: another major version, too long, or a malformed message of a known kind.
     """
+    if len(buffer) > MAX_MESH_BYTES:
+        raise PeerFault(f"Message of {len(buffer)} B; at most {MAX_MESH_BYTES} B are allowed")
     reader = Reader(bytes(buffer), "Message")
     version, code = reader.unpack(_PREFIX)
     if version != PROTOCOL_VERSION:

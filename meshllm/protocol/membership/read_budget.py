@@ -2,7 +2,8 @@
 
 A message costs about `MESSAGE_S` to decrypt, decode and handle, and more with its length. Each link
 may cause some of that work at any time. What it causes beyond that is done in turns with other such
-links, so that all of them together get `TURNS` of a thread: its driver pauses before it reads on.
+links of the same role, so that these together get `TURNS` of a thread: its driver pauses before it
+reads on. So members do not wait for clients.
 """
 
 from meshllm.protocol.trust.credential import Role
@@ -12,7 +13,7 @@ BYTE_S = 20e-9  # s, of requests and answers
 GOSSIP_BYTE_S = 200e-9  # s; twice what a summary of 88 KiB takes, as there are few of them
 BURST_S = 0.05  # s of work at once: 600 small messages
 FREE = {Role.NODE: 0.05, Role.CLIENT: 0.01}  # of a thread: 600 and 120 small messages a second
-TURNS = 0.25  # of a thread, for the further messages of all links together
+TURNS = 0.25  # of a thread, for the further messages of all links of a role together
 QUANTUM_S = 0.005  # s of work between two pauses, which a timer can measure
 SHORT_BYTES = 64 * 1024  # longer messages of clients always wait
 CLIENT_BYTES_PER_S = 2 << 20  # of long messages, of all clients of a node together

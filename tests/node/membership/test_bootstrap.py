@@ -74,6 +74,24 @@ def test_a_returning_member_has_the_addresses_of_others(run: Run) -> None:
     run(story)
 
 
+def test_a_ticket_used_before_adds_to_the_saved_addresses_of_its_inviter(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a, store = await town.add("a"), guest(town)
+        text, other = ticket(a), NodeId(bytes(32))
+        first = await come(town, store, text)
+        assert first.link is not None
+        await first.link.close()
+        store.peers = {other: ["loopback:x"], a.me: ["loopback:moved"]}
+        again = await come(town, store, text)
+        assert dict(again.hints) == {
+            other: ("loopback:x",),
+            a.me: ("loopback:moved", a.address),
+        }
+        assert len(again.hints) == 2
+
+    run(story)
+
+
 def test_a_ticket_gives_a_membership(run: Run) -> None:
     async def story(town: Town) -> None:
         a, store = await town.add("a"), guest(town)

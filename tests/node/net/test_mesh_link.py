@@ -15,7 +15,13 @@ from meshllm.node.net import mesh_link as module
 from meshllm.node.net.peer_address import Local
 from meshllm.node.net.secure import HandshakeClosed, SecureLink, secure_accept, secure_dial
 from meshllm.protocol.membership.actions import Dial
-from meshllm.protocol.membership.codec import AnswerEvent, CloseReason, Generate, encode
+from meshllm.protocol.membership.codec import (
+    MAX_REQUEST_BYTES,
+    AnswerEvent,
+    CloseReason,
+    Generate,
+    encode,
+)
 from meshllm.protocol.membership.link_table import SILENCE
 from meshllm.protocol.membership.read_budget import CLIENT_BYTES_PER_S
 from meshllm.protocol.membership.records import MAX_MEMBERS, Lifecycle
@@ -359,6 +365,24 @@ def test_clients_that_flood_a_node_are_read_slowly_and_others_at_once(run: Run) 
     run(story)
 
 
+def test_clients_that_send_much_do_not_make_a_node_drop_members(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a, b = await pair(town)
+        links = [await dial(await town.add(name, Role.CLIENT), a) for name in "cd"]
+        long = Generate(ASK, bytes(MAX_REQUEST_BYTES - 100))
+        for link in links:
+            await link.send([encode(long)], Channel.DATA)
+        await asyncio.sleep(0.02)
+        b.links.post(a.me, long)
+        await asyncio.sleep(SILENCE + 1)
+        assert a.talked[2:] == [(b.me, long, False)]
+        assert b.me not in a.lost_ones
+        for link in links:
+            await link.close()
+
+    run(story)
+
+
 async def flood(link: SecureLink, message: Generate) -> None:
     with suppress(LinkLost):
         while True:
@@ -401,12 +425,36 @@ def test_hints_are_rate_limited(run: Run, monkeypatch: pytest.MonkeyPatch) -> No
         a.links.hint(a.me, ["loopback:a"])
         for _ in range(3):
             a.links.hint(NodeId(bytes(32)), ["loopback:x"])
+        a.links.hint(NodeId(bytes(32)), ["loopback:y"])  # where it is now
         await asyncio.sleep(module.HINT_S)
-        assert dialled == [["loopback:x"]]
+        assert dialled == [["loopback:x"], ["loopback:y"]]
         for number in range(1000):  # a member invents them
             a.links.hint(NodeId(number.to_bytes(32)), ["loopback:x"])
         await asyncio.sleep(1)
-        assert len(dialled) == 1 + MAX_MEMBERS
+        assert len(dialled) == 2 + module.MAX_HINTED
+
+    run(story)
+
+
+def test_failed_hints_do_not_delay_the_dials_of_the_machine(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(town: Town) -> None:
+        a, b = await pair(town)
+        dialled = list[tuple[str, ...]]()
+
+        async def dial(own: object, addresses: tuple[str, ...], *_: object, **__: object) -> None:
+            if own is a.dialer:
+                dialled.append(addresses)
+            raise LinkLost("nobody is there")
+
+        monkeypatch.setattr(type(a.dialer), "dial", dial)
+        await a.links.by_peer[b.me].close()
+        for _ in range(40):
+            a.links.hint(b.me, ("loopback:saved",))
+            await asyncio.sleep(module.HINT_S + 1)
+        later = len(dialled) // 2
+        assert (b.address,) in dialled[later:]
 
     run(story)
 

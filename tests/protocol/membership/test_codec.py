@@ -11,6 +11,7 @@ from meshllm.protocol.membership.codec import (
     MAX_EVENT_BYTES,
     MAX_ITEMS,
     MAX_ITEMS_BYTES,
+    MAX_MESH_BYTES,
     MAX_MODEL_LIST_BYTES,
     MAX_REQUEST_BYTES,
     MAX_SLOTS,
@@ -101,6 +102,14 @@ def test_a_missing_byte_is_refused_and_appended_fields_are_ignored(
 def test_a_message_of_a_later_version_is_unknown() -> None:
     assert decode(b"\x03\x63abc") == UnknownMeshMessage(0x63, b"abc")
     assert encode(UnknownMeshMessage(0x63, b"abc")) == b"\x03\x63abc"
+
+
+@pytest.mark.parametrize("message", [UnknownMeshMessage(0x63, b""), Bye(CloseReason.LEAVING)])
+def test_a_message_of_a_later_version_is_bounded(message: Message) -> None:
+    longest = encode(message).ljust(MAX_MESH_BYTES, b"x")
+    assert type(decode(longest)) is type(message)
+    with pytest.raises(PeerFault, match="at most"):
+        decode(longest + b"x")
 
 
 def test_unknown_reasons_and_item_kinds_are_accepted() -> None:
