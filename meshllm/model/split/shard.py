@@ -24,7 +24,7 @@ from meshllm.errors import ModelError
 from meshllm.model.split.kv_cache import SpanCache
 from meshllm.model.split.rope import pin_frequencies
 from meshllm.model.split.skeleton import Part, Skeleton
-from meshllm.model.split.stubs import EndOfSpan, LayerStub, first, key
+from meshllm.model.split.stubs import EndOfSpan, LayerStub, first
 from meshllm.model.wire.payload import RowFormat
 from meshllm.names import Quant
 
@@ -166,7 +166,7 @@ class Shard:
         """Replace the hidden state that is passed to layer 0."""
         if args:
             return (self._input, *args[1:]), kwargs
-        return args, kwargs | {key(kwargs): self._input}
+        return args, kwargs | {"hidden_states": self._input}
 
 
 def _install_hooks(shard: Shard, layers: nn.ModuleList) -> LayerStub | None:

@@ -63,10 +63,5 @@ class EndOfSpan(Exception):
 
 def first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Return the hidden state from the arguments of a layer."""
-    hidden: Tensor = args[0] if args else kwargs[key(kwargs)]
+    hidden: Tensor = args[0] if args else kwargs["hidden_states"]
     return hidden
-
-
-def key(kwargs: dict[str, Any]) -> str:
-    """Return the keyword that carries the hidden state, in a call without positional arguments."""
-    return "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))

@@ -17,7 +17,7 @@ from meshllm.model.files.source import Source
 from meshllm.model.split.shard import Shard
 from meshllm.model.split.skeleton import Part
 from meshllm.model.steps.load import load_shard
-from meshllm.names import Span
+from meshllm.names import Quant, Span
 from meshllm.testing.models import stock_model, tiny_model
 
 FAMILIES = ["llama", "qwen3", "gpt2", "gemma2", "mixtral", "opt", "bloom"]
@@ -208,6 +208,14 @@ def test_a_part_in_the_middle_holds_its_layers_only(tied: Model) -> None:
     names = {name.removeprefix("model.layers.")[0] for name, _ in middle.model.named_parameters()}
     assert names == {"2", "3"}
     assert not any(tensor.is_meta for tensor in middle.model.state_dict().values())
+
+
+def test_a_shard_says_what_its_model_is_and_how_it_is_stored(tied: Model) -> None:
+    shard = tied.shard(SPLITS["one part"][0])
+
+    assert shard.outputs == {"model.norm", "lm_head"}
+    assert shard.arity == 0
+    assert (shard.device, shard.quant) == (torch.device("cpu"), Quant.NONE)
 
 
 def test_tied_embeddings_are_one_tensor_in_both_ends(tied: Model) -> None:

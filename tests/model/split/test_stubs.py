@@ -55,4 +55,3 @@ def test_a_norm_or_projection_returns_the_hidden_state() -> None:
 def test_the_hidden_state_is_the_first_argument_or_the_keyword_of_that_name() -> None:
     assert first((HIDDEN, None), {}) is HIDDEN
     assert first((), {"mask": None, "hidden_states": HIDDEN}) is HIDDEN
-    assert first((), {"x": HIDDEN, "mask": None}) is HIDDEN
