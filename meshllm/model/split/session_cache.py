@@ -7,13 +7,14 @@ the layers that are new to it as another one. Each piece has its own `SpanCache`
 
 The hidden states that a rank sent to the next one are what the lost layers of that rank were
 computed from. With these rows a later owner of the layers computes their caches again, and no other
-layer computes anything, see `meshllm.model.steps.runner.SpanRunner.recompute`. The rows are a few
-per cent of the caches. They have no room of their own in the plan: `SentRows` bounds the bytes of
-all sessions, and a session that finds no room is recomputed from its first token after a loss.
+layer computes anything, see `meshllm.model.steps.runner.SpanRunner.recompute`. They have no room
+of their own in the plan: `SentRows` bounds the bytes of all sessions, and one without its rows is
+recomputed from its first token after a loss. Kept sessions count, too, so those that recorded
+longest ago lose their rows first: running ones go on recording.
 """
 
 from collections.abc import Sequence
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
@@ -25,25 +26,40 @@ class SentRows:
     """Bounds the memory of the rows that a rank sent, of all its sessions."""
 
     def __init__(self, most_bytes: int) -> None:
-        """Keep up to ``most_bytes``; a session that exceeds them loses its rows."""
+        """Keep up to ``most_bytes``; sessions that recorded longest ago make room for others."""
         self._most_bytes = most_bytes
-        self._caches = WeakSet[SessionCache]()
+        self._caches = WeakKeyDictionary[SessionCache, None]()  # that recorded last is the last one
         self.bytes = 0
         """Bytes in use when they last grew."""
 
     def record(self, cache: "SessionCache", layer: int, start: int, rows: Tensor) -> None:
         """Add rows, see `SessionCache.record`."""
-        before = cache.sent_bytes
+        before, is_known = cache.sent_bytes, cache in self._caches
         cache.record(layer, start, rows)
-        if cache.sent_bytes != before or cache not in self._caches:  # as one that is a branch
-            self.count(cache)
+        self._move_last(cache)
+        if cache.sent_bytes != before or not is_known:  # as one that is a branch
+            self._fit()
 
     def count(self, cache: "SessionCache") -> None:
-        """Count the rows of a session, whose number has changed; drop them if they exceed."""
-        self._caches.add(cache)
-        self.bytes = sum(each.sent_bytes for each in self._caches)
-        if self.bytes > self._most_bytes:
-            cache.sent.clear()
+        """Count the rows of a session, whose number has changed."""
+        self._move_last(cache)
+        self._fit()
+
+    def _move_last(self, cache: "SessionCache") -> None:
+        self._caches.pop(cache, None)
+        self._caches[cache] = None
+
+    def _fit(self) -> None:
+        """Drop the rows of sessions until the others fit; of the last one first if it cannot."""
+        caches = list(self._caches)
+        self.bytes = sum(each.sent_bytes for each in caches)
+        if caches[-1].sent_bytes > self._most_bytes:
+            caches.insert(0, caches.pop())
+        for each in caches:
+            if self.bytes <= self._most_bytes:
+                break
+            self.bytes -= each.sent_bytes
+            each.sent.clear()
 
 
 class SessionCache:

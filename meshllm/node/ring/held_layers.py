@@ -27,6 +27,8 @@ from meshllm.protocol.ring.hang import HangLimits
 
 logger = logging.getLogger(__name__)
 
+_Part = tuple[Span, bool, bool]
+"""See `_part_of`."""
 _LATE = None, True
 """Equals nothing that is foreseen, so that the next `prepare` releases what came too late."""
 
@@ -66,6 +68,7 @@ class HeldLayers:
         self._recomputed = 0  # by earlier spans, and in all layers of the rings of this entry
         self._foreseen: tuple[Plan | None, bool] = None, False  # a plan, and whether it is urgent
         self._preparing: asyncio.Task[None] | None = None
+        self._ahead: _Part | None = None  # what may be loaded in advance, or just be loading
         self.prepared: Plan | None = None
         """The plan that may follow for which this node has loaded what it can."""
         self.preloaded: Plan | None = None
@@ -101,7 +104,7 @@ class HeldLayers:
         """
         self._stop_preparing()
         self.is_handed_over = self.prepared == plan
-        self.preloaded = self.prepared = None  # it is used, or replaced
+        self.preloaded = self.prepared = self._ahead = None  # it is used, or replaced
         self._foreseen = None, False
         self._drop_span()
         received, self._begun, self._lent = self._take_received(), {}, 0
@@ -193,7 +196,8 @@ class HeldLayers:
             self.preloaded = plan
             self._lend_all(is_urgent=is_urgent)
         else:
-            await self._release_ahead()
+            if self._ahead != _part_of(plan, self._me):
+                await self._release_ahead()
             await self._preload(plan, is_urgent)
         self._set_prepared(plan)
 
@@ -243,9 +247,11 @@ class HeldLayers:
 
     async def _preload(self, plan: Plan, is_urgent: bool) -> None:
         lend, has = partial(self._lend, is_urgent), self._has_caches or self._sessions() > 0
+        self._ahead = _part_of(plan, self._me)
         try:
             await self._model.preload(plan, self._me, lend, is_urgent=is_urgent, has_caches=has)
         except MeshError as error:
+            self._ahead = None
             logger.info("layers of %s are not loaded in advance: %s", plan.stages, error)
         else:
             self.preloaded = plan
@@ -253,7 +259,7 @@ class HeldLayers:
 
     def _lend(self, is_urgent: bool, size: int) -> bool:
         """Lend bytes of the room for caches, where this node has a rank, to layers."""
-        self._lent = size
+        self._lent = max(self._lent, size)  # nothing is missing if an earlier task has loaded them
         return self._lend_all(is_urgent=is_urgent)
 
     def _lend_all(self, *, is_urgent: bool) -> bool:
@@ -287,7 +293,7 @@ class HeldLayers:
         self._set_prepared(self._foreseen[0])
 
     async def _release_ahead(self) -> None:
-        self.preloaded, self._lent = None, 0
+        self.preloaded, self._ahead, self._lent = None, None, 0
         self._take_received()
         await self._model.release_ahead()
         if self.store is not None:
@@ -298,7 +304,7 @@ class HeldLayers:
             self._preparing.cancel()
 
 
-def _part_of(plan: Plan, node: NodeId) -> tuple[Span, bool, bool]:
+def _part_of(plan: Plan, node: NodeId) -> _Part:
     """Return what a node loads for a plan: its span, and whether it is the entry, or alone."""
     rank = plan.rank(node) or 0
     return plan.stages[rank].span, rank == 0, len(plan.stages) == 1

@@ -119,6 +119,7 @@ class LocalRing:
         self.model = models[0]
         self._transport = transport
         self._news = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
         self._addresses = {
             stage.node: listener.address
             for stage, listener in zip(plan.stages, listeners, strict=False)
@@ -179,12 +180,14 @@ class LocalRing:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Run all ranks; an exception in a rank is a bug, and is raised at the end."""
-        tasks = [asyncio.create_task(rank.run()) for rank in self._ranks]
+        self._tasks = tasks = [asyncio.create_task(rank.run()) for rank in self._ranks]
+        for task in tasks:
+            task.add_done_callback(lambda _: self._news.set())
         try:
             await asyncio.sleep(0)  # a runtime accepts work after its first step
             for rank in self._ranks:
                 rank.runtime.follow(self.plan)
-            await self._begun(tasks)
+            await self.formed()
             yield
         finally:
             for task in tasks:
@@ -207,22 +210,15 @@ class LocalRing:
         self._news.set()
 
     async def formed(self) -> None:
-        """Wait until all ranks serve; raise the error of a rank that cannot."""
+        """Wait until all ranks serve; raise the error, or the bug, of a rank that cannot."""
         while not all(rank.runtime.entry or rank.runtime.stage for rank in self._ranks):
             for trouble in filter(None, (rank.trouble for rank in self._ranks)):
                 raise trouble
+            for task in self._tasks:
+                if task.done():
+                    task.result()
             self._news.clear()
             await self._news.wait()
-
-    async def _begun(self, tasks: Sequence[asyncio.Task[None]]) -> None:
-        """Wait until the ring has formed, or a rank has ended because of a bug."""
-        formed = asyncio.ensure_future(self.formed())
-        try:
-            await asyncio.wait([formed, *tasks], return_when=asyncio.FIRST_COMPLETED)
-            if formed.done():
-                formed.result()
-        finally:
-            formed.cancel()
 
 
 @asynccontextmanager

@@ -24,6 +24,8 @@ class Start:
     """Taken over from the base; it may hold more."""
     make: Callable[[], SessionCache]
     """Called on the compute thread if none is taken over."""
+    chunk: int | None = None
+    """Rows of a chunk of the prompt, if a session of the last ring goes on in the middle of it."""
 
 
 def start_from(

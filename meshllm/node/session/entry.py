@@ -41,7 +41,7 @@ from meshllm.protocol.drafting.scoped import ScopedDrafting
 from meshllm.protocol.drafting.window import MAX_STEP_ROWS, StepTimes
 from meshllm.protocol.kv_cache.admission import Admission, asker_of
 from meshllm.protocol.kv_cache.budget import KvBudget
-from meshllm.protocol.kv_cache.prefix_index import RESUME_S, PrefixHit, last_chunk_rows
+from meshllm.protocol.kv_cache.prefix_index import RESUME_S, PrefixHit, longest_chunk_rows
 from meshllm.protocol.kv_cache.prefix_matching import MIN_SHARED, PrefixCache
 from meshllm.protocol.kv_cache.prefix_scope import PrefixScope, is_owners
 from meshllm.protocol.ring.hang import HangLimits
@@ -264,7 +264,7 @@ class EntryNode:
         self._prefixes.fit()
         if start.base and start.base.is_claimed:
             task = replace(task, keep_from=None)  # no other prompt may continue from it
-        machine = Entry(task, self._pace(order, start.base))
+        machine = Entry(task, self._pace(order, start.chunk))
         speculator = None
         if self._speculation:
             clock = asyncio.get_running_loop().time  # for the compute thread
@@ -285,25 +285,33 @@ class EntryNode:
 
     def _start(self, session: SessionId, order: GenerationRequest, now: float) -> Start:
         """Continue from what the last ring left of an order, or from another text."""
-        found, known = None, order.known
-        if order.resume:
-            most = self._config.max_chunk
-            before, chunks, held = read_resumable(order.resume, len(known), most)
-            resumed = self._prefixes.resume(before, known[:held], chunks, now)
-            found = self._within_budget(session, resumed)
-            if found is None and self._config.ring > 1 and now < self._since + RESUME_S:
-                front = self._runners.front  # the other ranks may have kept what the last ring had
-                empty = self._prefixes.resume_empty(before, held, chunks, front.span)
-                if empty is not None:
-                    hit, begun = empty
-                    return Start(self._asking(hit, begun), begun, front.new_cache)
-        if found is None and self._uses_prefixes(order):
-            scope = order.prefix_scope
-            matched = self._prefixes.find(known, now, is_shared=order.shares_prefix, scope=scope)
+        if resumed := self._resumed(session, order, now):
+            hit, cache = resumed
+            chunk = longest_chunk_rows(hit.chunks)  # the bits depend on it
+            return Start(self._asking(hit, cache), cache, self._runners.front.new_cache, chunk)
+        found = None
+        if self._uses_prefixes(order):
+            shared, scope = order.shares_prefix, order.prefix_scope
+            matched = self._prefixes.find(order.known, now, is_shared=shared, scope=scope)
             found = self._within_budget(session, matched)
         if found:
             found = self._asking(*found), found[1]
         return start_from(found, self._runners.front.new_cache)
+
+    def _resumed(
+        self, session: SessionId, order: GenerationRequest, now: float
+    ) -> tuple[PrefixHit, SessionCache | None] | None:
+        """Return what the last ring left of an order, here or on the other ranks."""
+        if order.resume is None:
+            return None
+        known = order.known
+        before, chunks, held = read_resumable(order.resume, len(known), self._config.max_chunk)
+        resumed = self._prefixes.resume(before, known[:held], chunks, now)
+        if found := self._within_budget(session, resumed):
+            return found
+        if self._config.ring == 1 or now >= self._since + RESUME_S:
+            return None
+        return self._prefixes.resume_empty(before, held, chunks, self._runners.front.span)
 
     def _within_budget(
         self, session: SessionId, found: tuple[PrefixHit, SessionCache] | None
@@ -322,11 +330,11 @@ class EntryNode:
             return hit
         return replace(hit, held=min(hit.length, cache.length))
 
-    def _pace(self, order: GenerationRequest, base: PrefixHit | None) -> Pace:
+    def _pace(self, order: GenerationRequest, chunk: int | None) -> Pace:
         """Pace a whole prompt, as another rank may have evicted the prefix that is found here."""
         pace = self.pace(max(1, len(order.known)), self.sessions)
-        if rows := last_chunk_rows(base.chunks) if base and order.resume else None:
-            pace = replace(pace, chunk=rows)  # the bits depend on it
+        if chunk:
+            pace = replace(pace, chunk=chunk)
         form = self._runners.front.row_format
         return pace.within(form.width * form.dtype.itemsize, self._config.max_sessions)
 

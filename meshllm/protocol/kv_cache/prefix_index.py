@@ -24,6 +24,7 @@ configured bytes do not limit them. Those that did not go on in time become like
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 from meshllm.names import SessionId, Span
@@ -269,11 +270,12 @@ def add_chunk(chunks: Iterable[Chunk], start: int, stop: int, *, is_step: bool) 
     return [*before, Chunk(stop, is_step)]
 
 
-def last_chunk_rows(chunks: Sequence[Chunk]) -> int | None:
-    """Return the rows of the last chunk; None if there is none, or it holds decode steps."""
+def longest_chunk_rows(chunks: Sequence[Chunk]) -> int | None:
+    """Return the rows of the longest chunk; None if there is none, or decode steps are last."""
     if not chunks or chunks[-1].is_step:
         return None
-    return chunks[-1].stop - (chunks[-2].stop if len(chunks) > 1 else 0)
+    pairs = pairwise([Chunk(0, is_step=False), *chunks])
+    return max(chunk.stop - before.stop for before, chunk in pairs if not chunk.is_step)
 
 
 def crop_chunks(chunks: Iterable[Chunk], length: int) -> list[Chunk]:

@@ -122,22 +122,28 @@ def test_only_rows_at_the_layers_of_the_new_pieces_are_kept() -> None:
     assert sorted(cache.sent) == [2, 3, 4, 5]
 
 
-def test_a_session_that_exceeds_the_bytes_loses_its_rows(empty: SessionCache) -> None:
+def test_sessions_that_recorded_longest_ago_lose_their_rows(empty: SessionCache) -> None:
     empty.record(3, 0, rows_of(0, 1))
-    first, other = SessionCache([]), SessionCache([])
-    sent = SentRows(int(empty.sent_bytes * 1.5))
-    for cache in (first, other):
+    running, kept, new = SessionCache([]), SessionCache([]), SessionCache([])
+    sent = SentRows(int(empty.sent_bytes * 2.5))
+    for cache in (running, kept):
         sent.record(cache, 3, 0, rows_of(0, 1))
+    sent.record(running, 3, 1, rows_of(1, 2))
 
-    assert recorded(first, 0, 1) == [0]
-    assert recorded(other, 0, 1) is None
-    sent.record(other, 3, 1, rows_of(1, 2))
-    assert other.sent_bytes == 0
+    sent.record(new, 3, 0, rows_of(0, 1))
+
+    assert recorded(running, 0, 2) == [0, 1]
+    assert recorded(kept, 0, 1) is None
+    assert recorded(new, 0, 1) == [0]
+    assert sent.bytes == 2 * empty.sent_bytes
+    sent.record(kept, 3, 1, rows_of(1, 2))
+    assert kept.sent_bytes == 0
 
 
 def test_a_session_that_grows_too_large_loses_its_rows(empty: SessionCache) -> None:
     empty.record(3, 0, rows_of(0, 1))
-    sent, cache = SentRows(empty.sent_bytes), SessionCache([])
+    sent, cache, other = SentRows(2 * empty.sent_bytes), SessionCache([]), SessionCache([])
+    sent.record(other, 3, 0, rows_of(0, 1))
 
     for start in (0, 1):
         sent.record(cache, 3, start, rows_of(start, start + 1))
@@ -145,6 +151,7 @@ def test_a_session_that_grows_too_large_loses_its_rows(empty: SessionCache) -> N
     sent.record(cache, 3, 2, rows_of(2, 1000))
 
     assert cache.sent == {}
+    assert recorded(other, 0, 1) == [0]
 
 
 def test_the_rows_of_a_branch_count(empty: SessionCache) -> None:
@@ -156,8 +163,8 @@ def test_the_rows_of_a_branch_count(empty: SessionCache) -> None:
 
     sent.record(branch, 3, 1, rows_of(1, 2))
 
-    assert branch.sent_bytes == 0
-    assert recorded(first, 0, 1) == [0]
+    assert recorded(branch, 0, 2) == [0, 1]
+    assert first.sent_bytes == 0
 
 
 def test_rows_of_a_dropped_session_make_room(empty: SessionCache) -> None:
@@ -232,7 +239,7 @@ def test_rows_of_moved_sessions_count_and_those_of_no_layer_here_go(source: Sour
 
     narrow = SpanRunner([piece], SentRows(cache.sent_bytes - 1))
     narrow.regroup(cache)
-    assert narrow.sent_bytes == before.sent_bytes
+    assert narrow.sent_bytes == 0
     assert cache.sent == {}  # as they exceed
 
     cache = before.new_cache()

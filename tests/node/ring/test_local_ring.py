@@ -17,6 +17,7 @@ from meshllm.model.files.source import resolve
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring import local_ring
 from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
+from meshllm.node.ring.runtime import RingRuntime
 from meshllm.node.session.generation import Ended, GenerationRequest, Token
 from meshllm.protocol.planning.plan import Ends
 from meshllm.request import FinishReason, Prefilled, Sampling
@@ -191,6 +192,22 @@ async def test_a_bug_ends_its_session_and_not_the_others(
     assert (
         kind is Panic or "KeyError" in caplog.text
     )  # exceptions of foreign code are not logged as bugs
+
+
+async def test_a_ring_does_not_wait_for_a_rank_that_a_bug_has_ended(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(_: RingRuntime) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(RingRuntime, "run", broken)
+    opened = list[LocalRing]()
+
+    with pytest.raises(ExceptionGroup):
+        async with ring_of(llama, 2) as ring:
+            opened.append(ring)
+
+    assert opened == []
 
 
 async def test_a_head_without_layers_gives_the_same_text(llama: Path, reference: list[int]) -> None:

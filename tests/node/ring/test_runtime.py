@@ -720,6 +720,25 @@ def test_layers_that_are_loaded_too_late_are_released(world: World, apart_s: int
     run_virtual(main())
 
 
+def test_layers_that_are_loading_are_not_loaded_again_for_another_plan(
+    world: World, built: list[Span]
+) -> None:
+    async def main() -> None:
+        async with world.serving(A, B, C):
+            standby = await served_without_c(world)
+            standby.runtime._model.worker._executor = SlowThread()
+            built.clear()
+            standby.runtime.prepare(AFTER, is_urgent=True)
+            await asyncio.sleep(12)  # it loads
+            later = replace(AFTER, epoch=3)
+            standby.runtime.prepare(later, is_urgent=True)
+            await until(lambda: standby.runtime.preloaded == later)
+
+            assert built == [Span(2, 6)]
+
+    run_virtual(main())
+
+
 def test_what_is_foreseen_no_more_is_released(world: World, built: list[Span]) -> None:
     async def main() -> None:
         async with world.serving(A, B, C):

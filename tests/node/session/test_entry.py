@@ -523,6 +523,25 @@ async def test_an_entry_that_has_nothing_asks_others_for_their_caches_at_first(
     assert found == ([(3, (Span(0, 1),))] if resumes else [])
 
 
+async def test_a_prompt_whose_session_is_not_here_is_paced_like_a_new_one() -> None:
+    rows = list[int]()
+
+    def hear(message: SessionMessage) -> SessionMessage:
+        if isinstance(message, Data) and message.flags & Flags.PREFILL:
+            rows.append(message.rows)
+        return travelled(message)
+
+    async with running(ring=2, keeps=True, resumes=True, context=1000, blocks=32) as entry:
+        long = LONG[: MIN_SHARED + 1]
+        await entry.read(entry.node.generate(order(*long, *LONG[::-1])))
+        entry.answer = hear
+        asked = replace(order(*long, *range(9)), resume=Resumable("ab" * 16, (4, 5)))
+
+        await entry.read(entry.node.generate(asked))
+
+    assert rows == [4, 4, 1]
+
+
 async def test_a_prefix_that_another_rank_has_lost_is_forgotten() -> None:
     async with running(ring=2, keeps=True) as entry:
         await entry.read(entry.node.generate(order(*LONG, *LONG, *LONG)))
