@@ -70,6 +70,14 @@ def test_any_family_is_timed_without_its_weights(tmp_path: Path, name: str) -> N
     assert 0 < speed.head_s < 60
 
 
+@pytest.mark.parametrize("name", ["doge", "diffllama"])
+def test_a_family_that_only_stock_steps_can_run_is_timed(tmp_path: Path, name: str) -> None:
+    """Attention with a mask of its own, and a norm without weights."""
+    found = tiny_model(tmp_path / "model", name, dtype=torch.bfloat16)
+
+    assert measure_speed(found, torch.bfloat16, tmp_path).head_s > 0
+
+
 @pytest.mark.parametrize(
     ("seconds", "context", "longest"),
     [(1e-9, 4096, 1024), (1e-9, 1000, 256), (LONGEST_S, 4096, 256), (LONGEST_S, 9, 8)],

@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshllm.model.device import CPU
 from meshllm.model.kernels import jit
@@ -71,7 +71,8 @@ def linears_of(model: nn.Module) -> tuple[tuple[str, int], ...]:
     counts: Counter[str] = Counter()
     inner = {id(module.plain) for module in model.modules() if isinstance(module, PaddedLinear)}
     for module in model.modules():
-        is_held = id(module) not in inner and not getattr(module, "weight", torch.empty(0)).is_meta
+        weight = getattr(module, "weight", None)
+        is_held = id(module) not in inner and not (isinstance(weight, Tensor) and weight.is_meta)
         own = module.kernel if isinstance(module, CompiledLinear) else None
         if is_held and (kind := own or _LINEARS.get(type(module))):
             counts[kind] += 1

@@ -50,7 +50,7 @@ class Runner:
         width, dtype = self.shard.row_format.width, self.shard.row_format.dtype
         shape, kind = ((1, 1), torch.long) if self.shard.embed else ((1, 1, width), dtype)
         cache = self.new_cache()
-        self.prefill(torch.zeros(shape, dtype=kind, device=self.shard.device), cache)
+        self.prefill(torch.zeros(shape, dtype=kind), cache)
         return cache
 
     def final_rows(self, x: Tensor, cache: SpanCache | None) -> Tensor:
