@@ -181,7 +181,8 @@ class NodeOffer:
         """
         while True:
             await worker.sleep()
-            if not (hung_s := worker.hung_s) or not self.profile.layer_s:
+            is_used = bool(self.profile.layer_s or own.ranks)  # by a ring, if only by a further one
+            if not (hung_s := worker.hung_s) or not is_used:
                 continue
             self.hang = _why_hung(hung_s)
             logger.warning("%s: this node retracts its offer until it responds", self.hang)

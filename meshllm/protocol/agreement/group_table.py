@@ -115,9 +115,14 @@ class GroupTable:
     def _can_work(self, group: GroupId, plan: Plan) -> bool:
         """Return whether nodes of a ring can load their layers, and have memory and links for them.
 
-        They tell of the plan that they followed last, also when it works no more.
+        They tell of the plan that they followed last, also when it works no more, or when its entry
+        may not be one any more.
         """
         ring = [at.node for at in plan.stages]
+        numbers = [self.numbers[group]] if group in self.numbers else []
+        entries = [self.groups[number].charter.entries for number in numbers]
+        if any(each and ring[0] not in each for each in entries):
+            return False
         if any(map(self._refuse, ring, (*ring[1:], ring[0]))):
             return False
         return all(

@@ -57,7 +57,7 @@ def try_out(agreement: Agreement, terms: TrialTerms) -> Trial:
     }
     view = replace(known, charter=charter, profiles=profiles)
     followed = nodes_of(agreement.plan) if agreement.plan else ()
-    found = find_candidates(view, view.alive(), followed)
+    found = find_candidates(view, agreement.alive, followed)
     best = find_best(open_case(view, found))
     plan, prediction = best.plan, None
     if plan is not None:

@@ -41,6 +41,7 @@ class Case:
             runtime=self,
             is_loaded=False,
             is_hung=False,
+            ranks=list[object](),
             publish=list,
         )
         self.worker = SimpleNamespace(hung_s=0.0, sleep=partial(asyncio.sleep, WATCH_S))
@@ -235,6 +236,23 @@ def test_a_backoff_of_another_ring_does_not_end_that_of_this_one(case: Case) -> 
 
     of_this()
     assert case.is_open
+
+
+@pytest.mark.parametrize("ranks", [0, 1])
+def test_a_thread_that_hangs_in_a_further_ring_is_reported(case: Case, ranks: int) -> None:
+    async def story() -> None:
+        case.offer.end()
+        case.member.ranks = [object()] * ranks
+        watching = asyncio.ensure_future(
+            case.offer.watch(cast("Any", case.worker), cast("Any", case.member))
+        )
+        case.worker.hung_s = 7.0
+        await asyncio.sleep(3)
+        assert case.member.is_hung == (ranks > 0)
+        assert not case.is_open
+        watching.cancel()
+
+    run_virtual(story())
 
 
 def test_a_hung_compute_thread_retracts_the_offer_until_it_responds(case: Case) -> None:

@@ -543,6 +543,17 @@ def test_a_ring_needs_a_node_that_may_be_the_entry() -> None:
     }
 
 
+@pytest.mark.parametrize("entry", [B, C])
+def test_a_ring_whose_entry_may_not_be_one_any_more_lacks_one(entry: NodeId) -> None:
+    charter = mesh_of(model(1, 4), model(2, 4), entries=(A, B))
+    second = group(charter, 2)
+    places = {A: FIRST_GROUP, entry: second}
+    followed = {A: ring("m1", (A, 0, 4)), entry: ring("m2", (entry, 0, 4))}
+    view = view_of(charter, {A: 4, entry: 4}, places, followed)
+
+    assert shortage(view) == ({} if entry == B else {second: 4 * LAYER})
+
+
 def test_a_client_that_is_the_entry_holds_no_layers() -> None:
     charter = mesh_of(model(1, 4), model(2, 4), ends=Ends.CLIENT)
     places = {A: FIRST_GROUP, B: FIRST_GROUP}

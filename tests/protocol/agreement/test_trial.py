@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from meshllm.errors import Busy, UserError
-from meshllm.names import Span
+from meshllm.names import GroupId, Span
 from meshllm.protocol.agreement.candidates import MAX_MEMORY_BYTES
 from meshllm.protocol.agreement.trial import TrialTerms, try_out
 from meshllm.protocol.membership.records import MAX_LAYERS
@@ -25,6 +25,16 @@ def test_without_changes_it_is_the_plan_in_force() -> None:
     assert found.prediction
     assert [hop.node for hop in found.prediction.hops] == [A]
     assert list(found.standbys) == sorted([B, C])
+
+
+def test_nodes_of_other_rings_are_left_to_these() -> None:
+    agreed = replace(WORLD, groups={A: GroupId(bytes(8))}).agree()
+
+    found = try_out(agreed, TrialTerms())
+
+    assert found.plan
+    assert [stage.node for stage in found.plan.stages] == [B]
+    assert list(found.standbys) == [C]
 
 
 def test_it_changes_nothing_of_the_mesh() -> None:
