@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from meshllm.errors import LinkLost, MeshError, NotAuthorised
 from meshllm.names import NodeId
-from meshllm.node.net.peer_address import Local, Machine, is_looked_up, resolve, target
+from meshllm.node.net.peer_address import Local, Machine, is_looked_up, permitted, resolve, target
 from meshllm.node.net.secure import HandshakeClosed, SecureLink, secure_dial
 from meshllm.node.timer import loop_time
 from meshllm.protocol.membership.dial_limit import DialLimit
@@ -66,6 +66,8 @@ class NodeDialer:
             try:
                 self._count(address, local)
                 return await self._dial_one(address, purpose, expect, removals)
+            except HandshakeClosed as error:
+                errors.append(error if address in telling else LinkLost(str(error)))
             except MeshError as error:
                 errors.append(error)
             except Exception as error:  # a third-party plugin, with an address of a peer
@@ -74,6 +76,8 @@ class NodeDialer:
             return None
 
         known = await self._targets(addresses, local)
+        # Another node of this machine may be at an address that the peer has on its own machine.
+        telling = permitted(known, Local.NO) or known
         tasks = [asyncio.ensure_future(attempt(*each)) for each in enumerate(known)]
         winner = None
         try:

@@ -293,6 +293,39 @@ def test_another_node_at_the_first_address_does_not_block_the_others() -> None:
     run(story)
 
 
+@pytest.mark.parametrize(
+    ("addresses", "is_told"),
+    [
+        (["ws://127.0.0.1:1"], True),
+        (["ws://127.0.0.1:1", "ws://10.0.0.1:1"], False),
+        (["ws://127.0.0.1:2", "ws://10.0.0.1:2"], True),
+    ],
+)
+def test_a_node_of_this_machine_does_not_answer_for_one_elsewhere(
+    addresses: list[str], is_told: bool
+) -> None:
+    class Away(Net):
+        async def dial(self, address: str) -> Link:
+            if address == "ws://10.0.0.1:1":
+                raise LinkLost("no answer")
+            return await super().dial("loopback:other")
+
+    async def main() -> None:
+        net = Away()
+        async with net.host("other", AS_MEMBER):
+            with pytest.raises(LinkLost) as caught:
+                await NodeDialer({"ws": net}, AS_MEMBER).dial(
+                    addresses,
+                    Purpose.MESH,
+                    expect=HOST.node,
+                    removals=NOBODY,
+                    local=Local.YES,
+                )
+        assert isinstance(caught.value, HandshakeClosed) is is_told
+
+    run_virtual(main())
+
+
 def test_a_long_list_costs_little() -> None:
     async def story(net: Net) -> None:
         with pytest.raises(LinkLost):
