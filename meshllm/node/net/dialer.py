@@ -95,7 +95,7 @@ class NodeDialer:
         """Choose the addresses to try.
 
         Raises:
-            LinkLost: all of them were tried too often.
+            LinkLost: none may be dialled, no name was found, or all were tried too often.
         """
         known = [address for address in addresses if self._transport(address)][:MAX_TRIED]
         names = [address for address in known if is_looked_up(address, local)]
@@ -103,6 +103,8 @@ class NodeDialer:
         found = await asyncio.gather(
             *(resolve(each, local, self.name_threads) for each in known), return_exceptions=True
         )
+        if known and not any(isinstance(each, list) and each for each in found):
+            raise _unresolved(known, found)
         places = [place for each in found if isinstance(each, list) for place in each][:MAX_TRIED]
         now = loop_time()
         due = [
@@ -171,6 +173,13 @@ def _too_soon(address: str) -> LinkLost:
     return LinkLost(f"Nobody has answered at `{address}`; it is not dialled again so soon")
 
 
+def _unresolved(addresses: Sequence[str], found: Sequence[list[str] | BaseException]) -> LinkLost:
+    for address, each in zip(addresses, found, strict=True):
+        if isinstance(each, BaseException):
+            return LinkLost(f"Cannot look up `{address}`: {each or type(each).__name__}")
+    return LinkLost(f"No address of the node may be dialled: {_listed(addresses)}")
+
+
 def _weightiest(errors: Sequence[MeshError], addresses: Sequence[str]) -> MeshError:
     """Choose the error to report: a rejection, else a closed handshake, else any other."""
     for kind in (NotAuthorised, HandshakeClosed):
@@ -179,5 +188,8 @@ def _weightiest(errors: Sequence[MeshError], addresses: Sequence[str]) -> MeshEr
                 return error
     if errors:
         return LinkLost(f"Cannot reach the node: {errors[-1]}")
-    listed = ", ".join(f"`{address}`" for address in addresses)
-    return LinkLost(f"No transport for the node's addresses: {listed or 'it has none'}")
+    return LinkLost(f"No transport for the node's addresses: {_listed(addresses) or 'it has none'}")
+
+
+def _listed(addresses: Sequence[str]) -> str:
+    return ", ".join(f"`{address}`" for address in addresses)

@@ -423,6 +423,26 @@ def test_an_address_that_cannot_be_dialled_is_no_error_of_the_user() -> None:
     run(story)
 
 
+@pytest.mark.parametrize(
+    ("address", "told"),
+    [
+        ("ws://host.example:1", r"Cannot look up `ws://host\.example:1`: .*not known"),
+        ("ws://127.0.0.1:1", r"No address of the node may be dialled: `ws://127\.0\.0\.1:1`"),
+    ],
+)
+async def test_the_reason_why_no_address_is_dialled_is_told(
+    address: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look_up(*_: object, **__: object) -> None:
+        raise socket.gaierror("Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    dialer = NodeDialer({"ws": Net()}, AS_MEMBER)
+
+    with pytest.raises(LinkLost, match=told):
+        await dialer.dial([address], Purpose.MESH, expect=HOST.node, removals=NOBODY)
+
+
 def test_only_some_names_of_a_peer_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = set[str]()
 
