@@ -52,14 +52,16 @@ class WebsocketTransport:
         return await WebsocketDialer(address).dial()
 
 
-async def _serve_anywhere(listener: WebsocketListener) -> Server:
-    hosts = ["0.0.0.0", "::"]  # peers are authenticated above the transport
+async def _serve_anywhere(
+    listener: WebsocketListener,
+    hosts: Sequence[str] = ("0.0.0.0", "::"),  # peers are authenticated above the transport
+) -> Server:
     for port in PORTS:
         try:
             return await _serve(listener, hosts, port)
         except OSError as error:
-            if error.errno == errno.EADDRNOTAVAIL:  # no IPv6 on this machine
-                hosts = hosts[:1]
+            if error.errno == errno.EADDRNOTAVAIL and len(hosts) > 1:  # no IPv6 on this machine
+                return await _serve_anywhere(listener, hosts[:1])
     raise UserError(
         f"No free port from {PORTS.start} to {PORTS.stop - 1}",
         hint="choose one with `--listen HOST:PORT`",

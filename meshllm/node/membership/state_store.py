@@ -12,7 +12,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Self, TypeAlias
@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Self, TypeAlias
 from blake3 import blake3
 
 from meshllm.errors import NotAuthorised, PeerFault, UserError
-from meshllm.local_files import make_private, open_own, read_own
+from meshllm.local_files import make_private, open_own, read_own, try_lock
 from meshllm.names import MeshId, NodeId
 from meshllm.protocol.trust.credential import (
     NO_LIMITS,
@@ -112,13 +112,11 @@ class StateStore:
     def locked(self) -> Iterator[None]:
         """Lock the folder for one node; raise `UserError` if another node has locked it."""
         with self._open_lock("lock") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not try_lock(file.fileno()):
                 raise UserError(
                     f"A node is already running with the key in `{self.folder}`",
                     hint="give each node its own folder: `--state FOLDER`",
-                ) from None
+                )
             yield
 
     @property
@@ -265,7 +263,8 @@ class StateStore:
         path = self.folder / FILE
         try:
             with self._open_lock("mesh.lock") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)
+                with suppress(OSError):  # the file system has no locks
+                    fcntl.flock(file, fcntl.LOCK_EX)
                 before = _read(path)
                 content = change(self._content if before is None else before)
                 _draft(path, json.dumps(content, indent=2).encode()).replace(path)

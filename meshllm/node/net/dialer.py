@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from meshllm.errors import LinkLost, MeshError, NotAuthorised
 from meshllm.names import NodeId
-from meshllm.node.net.peer_address import Local, Machine, is_looked_up, resolve, target
+from meshllm.node.net.peer_address import Local, Machine, is_looked_up, permitted, resolve, target
 from meshllm.node.net.secure import HandshakeClosed, SecureLink, secure_dial
 from meshllm.node.timer import loop_time
 from meshllm.protocol.membership.dial_limit import DialLimit
@@ -66,6 +66,8 @@ class NodeDialer:
             try:
                 self._count(address, local)
                 return await self._dial_one(address, purpose, expect, removals)
+            except HandshakeClosed as error:
+                errors.append(error if address in telling else LinkLost(str(error)))
             except MeshError as error:
                 errors.append(error)
             except Exception as error:  # a third-party plugin, with an address of a peer
@@ -74,6 +76,8 @@ class NodeDialer:
             return None
 
         known = await self._targets(addresses, local)
+        # Another node of this machine may be at an address that the peer has on its own machine.
+        telling = permitted(known, Local.NO) or known
         tasks = [asyncio.ensure_future(attempt(*each)) for each in enumerate(known)]
         winner = None
         try:
@@ -91,7 +95,7 @@ class NodeDialer:
         """Choose the addresses to try.
 
         Raises:
-            LinkLost: all of them were tried too often.
+            LinkLost: none may be dialled, no name was found, or all were tried too often.
         """
         known = [address for address in addresses if self._transport(address)][:MAX_TRIED]
         names = [address for address in known if is_looked_up(address, local)]
@@ -99,6 +103,8 @@ class NodeDialer:
         found = await asyncio.gather(
             *(resolve(each, local, self.name_threads) for each in known), return_exceptions=True
         )
+        if known and not any(isinstance(each, list) and each for each in found):
+            raise _unresolved(known, found)
         places = [place for each in found if isinstance(each, list) for place in each][:MAX_TRIED]
         now = loop_time()
         due = [
@@ -167,6 +173,13 @@ def _too_soon(address: str) -> LinkLost:
     return LinkLost(f"Nobody has answered at `{address}`; it is not dialled again so soon")
 
 
+def _unresolved(addresses: Sequence[str], found: Sequence[list[str] | BaseException]) -> LinkLost:
+    for address, each in zip(addresses, found, strict=True):
+        if isinstance(each, BaseException):
+            return LinkLost(f"Cannot look up `{address}`: {each or type(each).__name__}")
+    return LinkLost(f"No address of the node may be dialled: {_listed(addresses)}")
+
+
 def _weightiest(errors: Sequence[MeshError], addresses: Sequence[str]) -> MeshError:
     """Choose the error to report: a rejection, else a closed handshake, else any other."""
     for kind in (NotAuthorised, HandshakeClosed):
@@ -175,5 +188,8 @@ def _weightiest(errors: Sequence[MeshError], addresses: Sequence[str]) -> MeshEr
                 return error
     if errors:
         return LinkLost(f"Cannot reach the node: {errors[-1]}")
-    listed = ", ".join(f"`{address}`" for address in addresses)
-    return LinkLost(f"No transport for the node's addresses: {listed or 'it has none'}")
+    return LinkLost(f"No transport for the node's addresses: {_listed(addresses) or 'it has none'}")
+
+
+def _listed(addresses: Sequence[str]) -> str:
+    return ", ".join(f"`{address}`" for address in addresses)

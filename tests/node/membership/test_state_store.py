@@ -1,5 +1,7 @@
 """The state folder with crashes, invalid files and concurrent processes."""
 
+import errno
+import fcntl
 import json
 import os
 import stat
@@ -226,6 +228,18 @@ def test_one_folder_is_for_one_node_at_a_time(store: StateStore) -> None:
 
     with again(store).locked():
         pass
+
+
+def test_a_file_system_needs_no_locks(monkeypatch: pytest.MonkeyPatch, store: StateStore) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+
+    with store.locked():
+        founded = store.found()
+
+    assert again(store).credential == founded
 
 
 def test_a_new_folder_has_no_mesh(store: StateStore) -> None:

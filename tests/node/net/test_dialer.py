@@ -293,6 +293,39 @@ def test_another_node_at_the_first_address_does_not_block_the_others() -> None:
     run(story)
 
 
+@pytest.mark.parametrize(
+    ("addresses", "is_told"),
+    [
+        (["ws://127.0.0.1:1"], True),
+        (["ws://127.0.0.1:1", "ws://10.0.0.1:1"], False),
+        (["ws://127.0.0.1:2", "ws://10.0.0.1:2"], True),
+    ],
+)
+def test_a_node_of_this_machine_does_not_answer_for_one_elsewhere(
+    addresses: list[str], is_told: bool
+) -> None:
+    class Away(Net):
+        async def dial(self, address: str) -> Link:
+            if address == "ws://10.0.0.1:1":
+                raise LinkLost("no answer")
+            return await super().dial("loopback:other")
+
+    async def main() -> None:
+        net = Away()
+        async with net.host("other", AS_MEMBER):
+            with pytest.raises(LinkLost) as caught:
+                await NodeDialer({"ws": net}, AS_MEMBER).dial(
+                    addresses,
+                    Purpose.MESH,
+                    expect=HOST.node,
+                    removals=NOBODY,
+                    local=Local.YES,
+                )
+        assert isinstance(caught.value, HandshakeClosed) is is_told
+
+    run_virtual(main())
+
+
 def test_a_long_list_costs_little() -> None:
     async def story(net: Net) -> None:
         with pytest.raises(LinkLost):
@@ -388,6 +421,26 @@ def test_an_address_that_cannot_be_dialled_is_no_error_of_the_user() -> None:
         assert not isinstance(raised.value, UserError)
 
     run(story)
+
+
+@pytest.mark.parametrize(
+    ("address", "told"),
+    [
+        ("ws://host.example:1", r"Cannot look up `ws://host\.example:1`: .*not known"),
+        ("ws://127.0.0.1:1", r"No address of the node may be dialled: `ws://127\.0\.0\.1:1`"),
+    ],
+)
+async def test_the_reason_why_no_address_is_dialled_is_told(
+    address: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look_up(*_: object, **__: object) -> None:
+        raise socket.gaierror("Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    dialer = NodeDialer({"ws": Net()}, AS_MEMBER)
+
+    with pytest.raises(LinkLost, match=told):
+        await dialer.dial([address], Purpose.MESH, expect=HOST.node, removals=NOBODY)
 
 
 def test_only_some_names_of_a_peer_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -268,6 +268,9 @@ async def test_a_machine_without_ipv6_listens(monkeypatch: pytest.MonkeyPatch) -
         return await create(make, hosts, port, backlog=backlog)
 
     monkeypatch.setattr(loop, "create_server", without_ipv6)
+    with socket.create_server(("", 0)) as taken:
+        free = taken.getsockname()[1]
+    monkeypatch.setattr("meshllm_websocket.transport.PORTS", range(free, free + 1))
     async with WebsocketTransport().listen() as listener:
         assert not any("[" in place for place in listener.addresses)
 
