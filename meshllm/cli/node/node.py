@@ -211,8 +211,8 @@ def _check_model(options: "NodeOptions") -> None:
 
 def _check_host(address: str) -> None:
     """Raise `UserError` for an address at which no node would dial this one: a path."""
-    rest = address.partition(":")[2]
-    if "/" in address and (not rest.startswith("//") or rest.startswith("///")):
+    place = address.partition(":")[2].removeprefix("//").removesuffix("/")
+    if "/" in place or "?" in place or ("/" in address and "://" not in address):
         raise UserError(
             f"Nodes do not dial an address such as `{address}`",
             hint="listen on `SCHEME://HOST:PORT`, or on `SCHEME:NAME`",

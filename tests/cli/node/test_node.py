@@ -272,12 +272,17 @@ def test_a_founder_needs_its_model_before_it_prints_a_ticket(
     assert meshllm("node", "--model", "builtn").exit_code == 4
 
 
-def test_an_address_that_no_node_dials_is_refused(meshllm: Invoke, node: FakeNode) -> None:
-    result = meshllm("node", "--listen", "unix:/tmp/a.sock")
+@pytest.mark.parametrize(
+    "address", ["unix:/tmp/a.sock", "unix:///a", "ws://0.0.0.0:7700/mesh", "ws://0.0.0.0:7700?a=b"]
+)
+def test_an_address_that_no_node_dials_is_refused(
+    meshllm: Invoke, node: FakeNode, address: str
+) -> None:
+    result = meshllm("node", "--listen", address)
 
     assert (result.exit_code, node.options) == (2, None)
     assert result.stderr == (
-        "error: Nodes do not dial an address such as `unix:/tmp/a.sock`\n"
+        f"error: Nodes do not dial an address such as `{address}`\n"
         "hint: listen on `SCHEME://HOST:PORT`, or on `SCHEME:NAME`\n"
     )
 
