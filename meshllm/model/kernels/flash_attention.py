@@ -3,7 +3,7 @@
 Theory of operation
 -------------------
 Scores are never stored whole: `ROWS` rows of a head take the keys they see in blocks of `BLOCK`,
-counted from the first key of the session, and keep the largest score, the sum of the exponentials
+counted from the first key that is given, and keep the largest score, the sum of the exponentials
 and the weighted sum of the values so far (FlashAttention). A block of scores and exponentials stays
 in the CPU cache. Exponentials are rounded to bf16 before values are multiplied by them, and summed
 as rounded.
@@ -13,7 +13,8 @@ successive values. So keys and values are first copied to such pairs, once for a
 [S / 32, D / 2, 32, 2], values to [S / 2, E, 2].
 
 Every sum is in the order of the keys, whatever rows are computed together and however many: a row
-has the same bits in any chunk of a prompt, with any number of threads.
+has the same bits in any chunk of a prompt, with any number of threads, if all keys of the session
+are given. Of a sliding window those before the first row's are not, so there the bits depend on it.
 """
 
 from collections.abc import Mapping
