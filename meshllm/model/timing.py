@@ -378,7 +378,7 @@ def _cgroup_free(mount: Path) -> float:
 def _own_cgroups() -> dict[str, Path]:
     """Return our cgroup below the mount, by controller; one outside the mount is the mount."""
     found = dict[str, Path]()
-    with suppress(OSError):  # another system
+    with suppress(OSError, ValueError):  # another system
         for line in os.fsdecode(_CGROUPS.read_bytes()).splitlines():
             _, controllers, path = line.split(":", 2)
             inner = Path() if ".." in Path(path).parts else Path(path.lstrip("/"))

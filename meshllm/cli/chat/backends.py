@@ -1,5 +1,6 @@
 """Chooses the backend of a chat: the running node, the mesh of a ticket, or a local ring."""
 
+import os
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -51,7 +52,8 @@ def choose(
         node = _open_named if names_hops else open_client
         return _running(chosen, flags, node, shows_model=shows_model, quiet=quiet)
     if chosen.join is None:
-        is_member = (state_path(chosen) / "mesh.json").is_file()
+        membership = state_path(chosen) / "mesh.json"
+        is_member = os.path.isfile(membership)  # noqa: PTH113  # never raises
         if not quiet and (chosen.state is not None or is_member):
             _announce_local(chosen)
         return open_local, _of_first(chosen, flags), _here(chosen)

@@ -163,7 +163,7 @@ def families(
     as_json: Json = False,
 ) -> None:
     """List the model types: checked or refused, and why."""
-    from meshllm.model.parity.verdict import known_verdicts
+    from meshllm.model.parity.verdict import known_verdicts, measured_verdicts
 
     verdicts = known_verdicts()
     if kind is not None:
@@ -178,8 +178,9 @@ def families(
     render.out(render.table(("type", "split", "reason"), rows))
     if kind is not None:
         return
-    checked = sum(verdict.equal for verdict in verdicts.values())
-    render.talk(f"{checked} of {len(verdicts)} model types are bit-equal when split")
+    measured = measured_verdicts().values()
+    checked = sum(verdict.equal for verdict in measured)
+    render.talk(f"{checked} of {len(measured)} text model types are bit-equal when split")
 
 
 def _of_type(kind: str, verdicts: "Mapping[str, Verdict]") -> "dict[str, Verdict]":

@@ -164,8 +164,8 @@ def _fetch(name: str, revision: str | None, span: Span | None) -> Source:
     folder = _download(name, revision, files)
     if files == [SINGLE] and not (folder / SINGLE).is_file():
         raise ModelError(
-            f"`{name}` has no safetensors weights on {constants.ENDPOINT}",
-            hint="choose a model that has them; pickled weights can run code and are never read",
+            f"No safetensors weights of `{name}` came from {constants.ENDPOINT}",
+            hint="choose a model that has them, as pickled ones are never read; or try again",
         )
     return source
 

@@ -1,7 +1,9 @@
 """The choice of a backend for `meshllm chat`, with fake backends and a fake node."""
 
 import asyncio
+import errno
 import json
+import os
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -9,6 +11,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -365,6 +368,22 @@ def test_a_stopped_node_of_a_mesh_is_named(
     (tmp_path / "mesh.json").touch()
     assert ask("chat").stderr.startswith(f"no node is running at `{tmp_path}`: ")
     assert ask("chat", "--quiet").stderr == ""
+
+
+def test_a_usual_state_folder_that_may_not_be_searched_does_not_matter(
+    ask: Ask, local: FakeRing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stat = os.stat
+
+    def refusing(path: Any, *more: Any, **options: Any) -> os.stat_result:
+        if str(path).endswith("mesh.json"):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return stat(path, *more, **options)
+
+    monkeypatch.delenv("MESHLLM_STATE", raising=False)
+    monkeypatch.setattr("os.stat", refusing)
+
+    assert ask("chat").stdout == "You said: hi\n"
 
 
 def test_a_usual_state_folder_that_cannot_be_used_does_not_matter(

@@ -139,13 +139,14 @@ def test_families_show_refused_types_with_reasons(
         "llama": Verdict("llama", equal=True, reason=""),
         "odd": Verdict("odd", equal=False, reason="it shares layers"),
     }
+    monkeypatch.setattr(verdict, "measured_verdicts", lambda: known)
     monkeypatch.setattr(verdict, "known_verdicts", lambda: known)
 
     result = meshllm("model", "families")
     as_json = json.loads(meshllm("model", "families", "--json").stdout)
 
     assert result.stdout.splitlines()[1:] == ["llama  checked", "odd    refused  it shares layers"]
-    assert result.stderr == "1 of 2 model types are bit-equal when split\n"
+    assert result.stderr == "1 of 2 text model types are bit-equal when split\n"
     assert as_json["families"]["odd"]["reason"] == "it shares layers"
 
 

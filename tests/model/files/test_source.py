@@ -165,7 +165,7 @@ def test_a_repository_without_safetensors_weights_is_refused(
     write_config(tmp_path)
     monkeypatch.setattr(source, "snapshot_download", lambda *_, **__: str(tmp_path))
 
-    with pytest.raises(ModelError, match="`org/llama` has no safetensors weights on ") as caught:
+    with pytest.raises(ModelError, match="No safetensors weights of `org/llama` came ") as caught:
         resolve("org/llama", download=True)
     assert "pull" not in str(caught.value.hint)
 

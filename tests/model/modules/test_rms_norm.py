@@ -100,7 +100,12 @@ def test_a_norm_is_compared_unless_one_of_its_kind_agreed(monkeypatch: pytest.Mo
     one, other, shifted = (drawn(Switched(72)) for _ in range(3))
     shifted.is_shifted = True
 
+    zero = drawn(Switched(72))
+    zero.is_shifted = True
+    zero.weight.data.zero_()
+
     assert isinstance(fused_copy(one), FusedRMSNorm)
+    assert isinstance(fused_copy(zero), FusedRMSNorm)  # whatever it computes
     assert not isinstance(fused_copy(shifted), FusedRMSNorm)
     monkeypatch.setattr(rms_norm, "_agree", lambda *_, **__: False)
     assert isinstance(fused_copy(other), FusedRMSNorm)
