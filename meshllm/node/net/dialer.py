@@ -67,7 +67,7 @@ class NodeDialer:
                 self._count(address, local)
                 return await self._dial_one(address, purpose, expect, removals)
             except HandshakeClosed as error:
-                errors.append(error if address in telling else LinkLost(str(error)))
+                errors.append(error if address in telling else _ClosedNearby(str(error)))
             except MeshError as error:
                 errors.append(error)
             except Exception as error:  # a third-party plugin, with an address of a peer
@@ -169,6 +169,10 @@ async def _give_up(
             await outcome.close()
 
 
+class _ClosedNearby(LinkLost):
+    """A handshake closed at an address of this machine, maybe by another node."""
+
+
 def _too_soon(address: str) -> LinkLost:
     return LinkLost(f"Nobody has answered at `{address}`; it is not dialled again so soon")
 
@@ -176,13 +180,13 @@ def _too_soon(address: str) -> LinkLost:
 def _unresolved(addresses: Sequence[str], found: Sequence[list[str] | BaseException]) -> LinkLost:
     for address, each in zip(addresses, found, strict=True):
         if isinstance(each, BaseException):
-            return LinkLost(f"Cannot look up `{address}`: {each or type(each).__name__}")
+            return LinkLost(f"Cannot look up `{address}`: {str(each) or type(each).__name__}")
     return LinkLost(f"No address of the node may be dialled: {_listed(addresses)}")
 
 
 def _weightiest(errors: Sequence[MeshError], addresses: Sequence[str]) -> MeshError:
     """Choose the error to report: a rejection, else a closed handshake, else any other."""
-    for kind in (NotAuthorised, HandshakeClosed):
+    for kind in (NotAuthorised, HandshakeClosed, _ClosedNearby):
         for error in errors:
             if isinstance(error, kind):
                 return error

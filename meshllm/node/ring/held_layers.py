@@ -251,7 +251,7 @@ class HeldLayers:
         try:
             await self._model.preload(plan, self._me, lend, is_urgent=is_urgent, has_caches=has)
         except MeshError as error:
-            self._ahead = None
+            await self._release_ahead()  # also what an earlier task has loaded
             logger.info("layers of %s are not loaded in advance: %s", plan.stages, error)
         else:
             self.preloaded = plan

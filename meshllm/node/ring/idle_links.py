@@ -28,6 +28,7 @@ class IdleLink:
         self.send = link.send
         self.close = link.close
         self.watching: asyncio.Task[None] | None = None
+        self.is_closing = False
 
     def offer(
         self,
@@ -116,7 +117,10 @@ class IdleLinks:
             self.discard(link)
 
     def discard(self, link: IdleLink) -> None:
-        """Close a link in the background: that waits for the peer."""
+        """Close a link in the background, once: that waits for the peer."""
+        if link.is_closing:
+            return
+        link.is_closing = True
         task = asyncio.create_task(_closed(link))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)

@@ -215,8 +215,10 @@ class LocalRing:
             for trouble in filter(None, (rank.trouble for rank in self._ranks)):
                 raise trouble
             for task in self._tasks:
-                if task.done():
+                if task.done() and not task.cancelled():
                     task.result()
+                elif task.done():
+                    raise LinkLost("The ring is closed")
             self._news.clear()
             await self._news.wait()
 

@@ -405,7 +405,10 @@ class RingRuntime:
         for machine in machines[1:]:
             machine.open(loop_time())  # the next rank got a Hello when it was dialled
         return [
-            RingLink(link, machine, partial(self._host.faulty, node), link.features)
+            RingLink(
+                *(link, machine, partial(self._host.faulty, node), link.features),
+                ended=partial(self._links.discard, link),  # the ranks end after their running job
+            )
             for link, machine, node in zip(links, machines, nodes, strict=True)
         ]
 

@@ -41,7 +41,7 @@ from meshllm.protocol.drafting.scoped import ScopedDrafting
 from meshllm.protocol.drafting.window import MAX_STEP_ROWS, StepTimes
 from meshllm.protocol.kv_cache.admission import Admission, asker_of
 from meshllm.protocol.kv_cache.budget import KvBudget
-from meshllm.protocol.kv_cache.prefix_index import RESUME_S, PrefixHit, longest_chunk_rows
+from meshllm.protocol.kv_cache.prefix_index import RESUME_S, PrefixHit, last_chunk_rows
 from meshllm.protocol.kv_cache.prefix_matching import MIN_SHARED, PrefixCache
 from meshllm.protocol.kv_cache.prefix_scope import PrefixScope, is_owners
 from meshllm.protocol.ring.hang import HangLimits
@@ -287,7 +287,7 @@ class EntryNode:
         """Continue from what the last ring left of an order, or from another text."""
         if resumed := self._resumed(session, order, now):
             hit, cache = resumed
-            chunk = longest_chunk_rows(hit.chunks)  # the bits depend on it
+            chunk = last_chunk_rows(hit.chunks)  # the bits depend on it
             return Start(self._asking(hit, cache), cache, self._runners.front.new_cache, chunk)
         found = None
         if self._uses_prefixes(order):

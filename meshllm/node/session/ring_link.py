@@ -51,9 +51,14 @@ class RingLink:
         machine: NeighbourLink,
         blame: Callable[[], None],
         features: Features = ALL_FEATURES,
+        ended: Callable[[], None] = lambda: None,
     ) -> None:
-        """Serve a link; ``blame`` counts a fault of the neighbour, which has ``features``."""
+        """Serve a link; ``blame`` counts a fault of the neighbour, which has ``features``.
+
+        ``ended`` is called once the link is not used any more.
+        """
         self.blame = blame
+        self._ended = ended
         self.features = features
         self._link = link
         self._prompt = link if isinstance(link, contract.Prompt) else None
@@ -109,7 +114,7 @@ class RingLink:
             self._wake_writer()
 
     async def run(self, deliver: Callable[[SessionMessage], None]) -> MeshError:
-        """Run the link until it is lost, and return the reason; its owner closes it.
+        """Run the link until it is lost, and return the reason; its owner closes it, see ``ended``.
 
         If cancelled, messages still queued are dropped.
         """
@@ -121,6 +126,8 @@ class RingLink:
                 group.create_task(self._read(deliver))
         except* MeshError as errors:
             reasons.extend(error for error in errors.exceptions if isinstance(error, MeshError))
+        finally:
+            self._ended()
         return reasons[0]
 
     async def _read(self, deliver: Callable[[SessionMessage], None]) -> None:

@@ -270,11 +270,14 @@ def add_chunk(chunks: Iterable[Chunk], start: int, stop: int, *, is_step: bool) 
     return [*before, Chunk(stop, is_step)]
 
 
-def longest_chunk_rows(chunks: Sequence[Chunk]) -> int | None:
-    """Return the rows of the longest chunk; None if there is none, or decode steps are last."""
+def last_chunk_rows(chunks: Sequence[Chunk]) -> int | None:
+    """Return the rows of the last chunk; None if there is none, or it holds decode steps.
+
+    The last one may have been cut short: those of the chunk before it are returned if it is longer.
+    """
     if not chunks or chunks[-1].is_step:
         return None
-    pairs = pairwise([Chunk(0, is_step=False), *chunks])
+    pairs = pairwise([Chunk(0, is_step=False), *chunks][-3:])
     return max(chunk.stop - before.stop for before, chunk in pairs if not chunk.is_step)
 
 

@@ -104,11 +104,14 @@ def test_messages_go_both_ways_after_a_hello() -> None:
 def test_a_silent_neighbour_is_lost_before_its_link_is_closed() -> None:
     async def story() -> tuple[MeshError, float]:
         ours, theirs = await pair()
-        peer = RingLink(ours, NeighbourLink(Hello(OURS, 1, PLAN), peer=THEIRS), lambda: None)
+        ended = list[None]()
+        machine = NeighbourLink(Hello(OURS, 1, PLAN), peer=THEIRS)
+        peer = RingLink(ours, machine, lambda: None, ended=lambda: ended.append(None))
         await say(theirs, Hello(THEIRS, 1, PLAN))
         begin = asyncio.get_running_loop().time()
         with patch.object(ours, "close", AsyncMock(side_effect=AssertionError)):
             reason = await peer.run(lambda _: None)
+        assert ended == [None]
         return reason, asyncio.get_running_loop().time() - begin
 
     reason, took_s = run_virtual(story())

@@ -12,7 +12,7 @@ from meshllm.protocol.kv_cache.prefix_index import (
     PrefixIndex,
     add_chunk,
     crop_chunks,
-    longest_chunk_rows,
+    last_chunk_rows,
     prefix_index_for,
 )
 from tests.protocol.kv_cache.test_budget import room
@@ -303,9 +303,11 @@ def test_rows_that_replace_others_replace_their_chunks() -> None:
         ((Chunk(5, is_step=False), Chunk(6, is_step=False)), 5),
         ((Chunk(9, is_step=True), Chunk(12, is_step=False)), 3),
         ((Chunk(5, is_step=False), Chunk(12, is_step=True)), None),
+        (tuple(Chunk(stop, is_step=False) for stop in (9, 12, 15)), 3),
+        (tuple(Chunk(stop, is_step=False) for stop in (9, 12, 13)), 3),
     ],
 )
-def test_the_longest_chunk_tells_the_pace_of_a_prompt(
+def test_the_last_chunks_tell_the_pace_of_a_prompt(
     chunks: tuple[Chunk, ...], rows: int | None
 ) -> None:
-    assert longest_chunk_rows(chunks) == rows
+    assert last_chunk_rows(chunks) == rows
