@@ -10,18 +10,17 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
 from meshllm.bench.ring_table import TRANSFORMERS
 from meshllm.model.device import CPU, to_device, to_host
-from meshllm.model.files.source import Source, open_folder
+from meshllm.model.files.source import Source, load_stock, open_folder
 from meshllm.model.parity.cases import divide
 from meshllm.model.split.shard import Shard
-from meshllm.model.split.skeleton import quiet
 from meshllm.model.steps.execution import matrix_bytes
 from meshllm.model.steps.load import load_shard
 from meshllm.model.steps.replay import SETTLED
@@ -102,9 +101,8 @@ def line_up(
 
 def open_stock(source: Source, device: torch.device) -> Engine:
     """Open the stock model, run with the arguments that ``generate`` passes."""
-    with quiet():
-        model: Any = AutoModelForCausalLM.from_pretrained(source.folder, dtype="auto").eval()
-        model.to(device)
+    model = load_stock(source, "auto")
+    model.to(device)
 
     def begin(task: EngineTask) -> Forward:
         cache = DynamicCache(config=model.config)

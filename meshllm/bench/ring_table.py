@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 
 from meshllm.bench.fleet import Fleet, open_fleet
 from meshllm.errors import UserError
-from meshllm.model.files.source import Source, resolve
+from meshllm.model.files.source import Source, load_stock, resolve
 from meshllm.model.locate import BUILTIN
 from meshllm.model.split.skeleton import quiet
 from meshllm.model.steps.replay import SETTLED
@@ -231,9 +231,8 @@ async def _measure(
     threads = case.threads or torch.get_num_threads()  # the same for all
     async with AsyncExitStack() as stack:
         worker = await stack.enter_async_context(compute_thread(threads))
-        with quiet():
-            model = AutoModelForCausalLM.from_pretrained(source.folder, dtype=case.dtype).eval()
-            model.to(torch.device(case.device))
+        model = load_stock(source, case.dtype)
+        model.to(torch.device(case.device))
         form = _fleets if case.processes else _rings
         prompts, rings = await form(stack, case, source, threads, report)
 

@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
 
+from meshllm.config import cache_path
 from meshllm.errors import ModelError, ModelMissing
 
 BUILTIN = "builtin"
@@ -53,8 +54,8 @@ def find_folder(name: str, revision: str | None = None, *, is_own: bool = True) 
     return Path(found).parent
 
 
-def find_model(name: str, weights: Path) -> Path:
-    """Find a model as `find_folder` does, else among those in ``weights``, see `fetched`.
+def find_installed(name: str) -> Path:
+    """Find a model as `find_folder` does, else among those that are `fetched`.
 
     Raises:
         ModelError: there is no such model.
@@ -63,13 +64,18 @@ def find_model(name: str, weights: Path) -> Path:
         return find_folder(name)
     except ModelError:
         with suppress(StopIteration):
-            return next(folder for found, folder in fetched(weights) if found == name)
+            return next(folder for found, folder in fetched() if found == name)
         raise
 
 
-def fetched(weights: Path) -> Iterator[tuple[str, Path]]:
+def weights_path() -> Path:
+    """Return the folder of what nodes of this user fetch from others."""
+    return cache_path() / "weights"
+
+
+def fetched() -> Iterator[tuple[str, Path]]:
     """Yield name and folder of what nodes of this user have fetched, parts of models mostly."""
-    for index in sorted(weights.glob(f"*/{INDEX}")):
+    for index in sorted(weights_path().glob(f"*/{INDEX}")):
         try:
             name = str(json.loads(index.read_text())["metadata"]["name"])
         except (OSError, ValueError, LookupError, TypeError, RecursionError):

@@ -33,7 +33,7 @@ from meshllm.model.split.skeleton import Part, Skeleton, build, quiet, strip
 from meshllm.model.steps.execution import lacks_invariance
 from meshllm.model.steps.replay import SETTLED
 from meshllm.model.steps.runner import Runner
-from meshllm.model.steps.trial import skip_trial
+from meshllm.model.steps.trial import run_untested
 from meshllm.names import Quant, Span
 
 ROWS = (1, 8, 32, 128, 256, 1024)
@@ -47,7 +47,7 @@ BUSY_AGE_S = 600.0  # the same, if other programs had much of the time
 BUSY_SHARE = 0.8  # of the time that this thread ran, and less: others had much of it
 SHARE = 0.8  # of free memory; the rest is for other processes
 CGROUP = Path("/sys/fs/cgroup")
-_CGROUPS = Path("/proc/self/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
 _CGROUP_FILES = {
     "": (".", "memory.max", "memory.current", "memory.stat", "inactive_file"),
     "memory": (
@@ -178,7 +178,7 @@ def _stock_seconds(
         skeleton, part, packed=dtype == stored_dtype(source), quant=quant, device=device
     )
     context = context_of(skeleton.model.config) or max(ROWS)
-    runner = Runner(shard, (MOST_ROWS,) if device == CPU else (), skip_trial)
+    runner = Runner(shard, (MOST_ROWS,) if device == CPU else (), run_untested)
 
     def seconds(rows: int) -> float:
         x, cache = _hidden(shard, rows), shard.new_cache()
@@ -211,7 +211,7 @@ def _step_seconds(
         return {}
     part, packed = Part(span, embed=False, head=False), dtype == stored_dtype(source)
     shard = _random_shard(skeleton, part, packed=packed, quant=quant, device=device)
-    runner, cache = Runner(shard, few, skip_trial), shard.new_cache()
+    runner, cache = Runner(shard, few, run_untested), shard.new_cache()
     if not runner.is_row_invariant:
         return {}
     runner.step(_hidden(shard, 1), cache)
@@ -247,7 +247,7 @@ def _head_seconds(
         skeleton, part, packed=dtype == stored_dtype(source), quant=quant, device=device
     )
 
-    runner = Runner(shard, (MOST_ROWS,), skip_trial)
+    runner = Runner(shard, (MOST_ROWS,), run_untested)
 
     def seconds(rows: int) -> float:
         x = _hidden(shard, rows)
@@ -379,7 +379,7 @@ def _own_cgroups() -> dict[str, Path]:
     """Return our cgroup below the mount, by controller; one outside the mount is the mount."""
     found = dict[str, Path]()
     with suppress(OSError, ValueError):  # another system
-        for line in os.fsdecode(_CGROUPS.read_bytes()).splitlines():
+        for line in os.fsdecode(_OWN_CGROUPS.read_bytes()).splitlines():
             _, controllers, path = line.split(":", 2)
             inner = Path() if ".." in Path(path).parts else Path(path.lstrip("/"))
             found |= dict.fromkeys(controllers.split(","), inner)

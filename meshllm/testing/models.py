@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from meshllm.model.files.source import Source, open_folder
+from meshllm.model.files.source import Source, load_stock, open_folder
 from meshllm.model.parity.families import read_table, tiny_config
 from meshllm.model.split.skeleton import quiet
 
@@ -35,8 +35,5 @@ def tiny_model(
 
 def stock_model(source: Source, dtype: torch.dtype | None = None) -> nn.Module:
     """Load the whole model with plain transformers, as the reference."""
-    with quiet():
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(
-            source.folder, dtype=dtype or "auto"
-        )
-    return model.eval()
+    model: nn.Module = load_stock(source, dtype or "auto")
+    return model

@@ -34,7 +34,7 @@ from meshllm.model.files.source import Source, resolve
 from meshllm.model.steps.load import load_shard
 from meshllm.model.steps.replay import SETTLED
 from meshllm.model.steps.runner import Runner
-from meshllm.model.steps.trial import skip_trial
+from meshllm.model.steps.trial import run_untested
 from meshllm.model.timing import Speed, measure_speed
 from meshllm.names import NODE_ID_BYTES, NodeId, Quant, Span
 from meshllm.node.ring.shape import plan_shape
@@ -170,7 +170,7 @@ def contention(source: Source, nodes: int, quant: Quant) -> float:
     layers = int(source.config.num_hidden_layers)
     spans = [Span(layers * at // nodes, layers * (at + 1) // nodes) for at in range(nodes)]
     runners = [
-        Runner(load_shard(source, span, embed=False, head=False, quant=quant), (1,), skip_trial)
+        Runner(load_shard(source, span, embed=False, head=False, quant=quant), (1,), run_untested)
         for span in spans
     ]
 

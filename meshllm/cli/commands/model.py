@@ -16,7 +16,7 @@ from meshllm.cli.commands.serving import Model
 from meshllm.cli.shared.local import import_heavy
 from meshllm.cli.shared.options import Json, settings, takes
 from meshllm.cli.terminal import render
-from meshllm.config import Scalar, Settings, cache_path
+from meshllm.config import Scalar, Settings
 from meshllm.errors import ModelError, UserError
 from meshllm.local_files import stat_all
 from meshllm.model.locate import fetched
@@ -214,7 +214,7 @@ def _cached() -> Iterator[_Installed]:
 
 
 def _fetched() -> Iterator[_Installed]:
-    for name, folder in fetched(cache_path() / "weights"):
+    for name, folder in fetched():
         size = sum(each.st_size for each in stat_all(folder))
         yield _Installed(f"{name} (from peers)", size, str(folder))
 

@@ -203,13 +203,13 @@ def find_placement(path: Path, trace: Path | None, chosen: Settings) -> "Workloa
 
 
 def _shape(chosen: Settings, context: int) -> "ModelSizes":
-    from meshllm.model.locate import find_model
+    from meshllm.model.locate import find_installed
     from meshllm.model.shape import CachedShape
     from meshllm.node.ring.shape import plan_shape
 
     cache, quant = cache_path(), Quant(chosen.quant)
     dtype = None if chosen.dtype == "auto" else f"torch.{chosen.dtype}"
-    folder = find_model(chosen.model, cache / "weights")
+    folder = find_installed(chosen.model)
     shape = CachedShape(folder, cache, dtype, quant).read(chosen.model)
     if shape is None:
         import_heavy("meshllm.model.capacity")

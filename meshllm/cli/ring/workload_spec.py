@@ -63,10 +63,9 @@ from meshllm.cli.ring.toml_fields import (
     text,
 )
 from meshllm.cli.shared.units import MAX_MS, parse_memory
-from meshllm.config import cache_path
 from meshllm.errors import PeerFault, UserError
 from meshllm.local_files import hint_of, read_regular
-from meshllm.model.locate import CONFIG, MAX_CONFIG_BYTES, find_model
+from meshllm.model.locate import CONFIG, MAX_CONFIG_BYTES, find_installed
 from meshllm.names import Quant
 from meshllm.protocol.planning.plan import LinkSpeed
 from meshllm.scheduler.architecture import Architecture
@@ -156,7 +155,7 @@ def running_nodes(
     ring, model = status.ring, status.model
     if model is None or ring.predicted is None or not ring.stages:
         raise UserError("The times of the running mesh are not known yet", hint="wait for its ring")
-    config = _config(find_model(model.name, cache_path() / "weights") / CONFIG)
+    config = _config(find_installed(model.name) / CONFIG)
     architecture = Architecture.from_config(model.name, config, Quant(model.quant))
     by_id = {node.node: node for node in status.nodes}
     names = [f"{stage.rank}-{stage.name}" for stage in ring.stages]
@@ -205,7 +204,7 @@ def _model(table: Mapping[str, Any], folder: Path, recorded: Sequence[TraceLine]
     config = (
         folder / text(table, "config", MAX_PATH)
         if "config" in table
-        else find_model(name, cache_path() / "weights") / CONFIG
+        else find_installed(name) / CONFIG
     )
     load = _load(table, name, recorded)
     return ServedModel(Architecture.from_config(name, _config(config), _quant(table)), load)

@@ -4,6 +4,7 @@ A model is `builtin`, a folder, or ``org/name`` in the Hugging Face cache. Nothi
 from a model: no remote code, no pickle, no attention kernel that a config names.
 """
 
+import copy
 import json
 import re
 import sys
@@ -20,7 +21,13 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # of whichev
     HTTPError,
     StrictDataclassError,
 )
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, __version__
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    __version__,
+)
 
 from meshllm.errors import ModelError, UserError
 from meshllm.json_shape import check_shape
@@ -222,6 +229,21 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ModelError(f"`{path}` cannot be read: it is not a JSON object")
     return raw
+
+
+def load_stock(source: Source, dtype: torch.dtype | str) -> Any:
+    """Load the whole model as transformers does; ``dtype`` may be ``auto``, as stored.
+
+    With the config of the source, so that no kernel is used that the file of the config names.
+    """
+    with quiet():
+        return AutoModelForCausalLM.from_pretrained(
+            source.folder,
+            config=copy.deepcopy(source.config),
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+        ).eval()
 
 
 def _is_small(name: str) -> bool:

@@ -23,8 +23,8 @@ _ROWS = 4
 _ULP = 2**-7  # an ulp of bfloat16, relative to the number
 _MAX_ULPS = 2  # that rounding twice may change
 _MAX_ERROR = 2**-10  # largest relative error of all numbers together
-_AGREEING = set[tuple[Any, ...]]()  # kinds of norms that agree with the compiled one
 _MAX_TORCH_ULPS = 4  # that different rounding, three times, may change
+_AGREEING = set[tuple[Any, ...]]()  # kinds of norms that agree with the compiled one
 
 
 class FusedRMSNorm(nn.Module):

@@ -5,7 +5,6 @@ switches and every machine its own kernels, so the first use of a config on a ma
 again on a tiny model with the same switches, and the verdict is cached.
 """
 
-import copy
 import json
 import logging
 import math
@@ -18,12 +17,12 @@ from pathlib import Path
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 
 from meshllm.config import cache_path
 from meshllm.errors import ModelError
 from meshllm.model.files.loader import list_weights, open_file
-from meshllm.model.files.source import Source, stored_dtype
+from meshllm.model.files.source import Source, load_stock, stored_dtype
 from meshllm.model.json_cache import load_cached, locked, model_code, store_cached
 from meshllm.model.kernels.jit import machine
 from meshllm.model.parity import cases
@@ -192,14 +191,8 @@ def _run_whole(
     """Generate greedily with transformers; return all tokens [1, T] and the logits of each."""
     for file in sorted(set(list_weights(source.folder).values())):
         open_file(source.folder / file)  # raises our own error if missing or damaged
+    model = load_stock(source, dtype)
     with quiet():
-        model = AutoModelForCausalLM.from_pretrained(
-            source.folder,
-            config=copy.deepcopy(source.config),
-            dtype=dtype,
-            local_files_only=True,
-            use_safetensors=True,
-        ).eval()
         # Replaced: generate completes a passed config from this one, with penalties and end tokens.
         model.generation_config = GenerationConfig(
             max_new_tokens=tokens, do_sample=False, pad_token_id=0

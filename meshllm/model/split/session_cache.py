@@ -28,7 +28,7 @@ class SentRows:
     def __init__(self, most_bytes: int) -> None:
         """Keep up to ``most_bytes``; sessions that recorded longest ago make room for others."""
         self._most_bytes = most_bytes
-        self._caches = WeakKeyDictionary[SessionCache, None]()  # that recorded last is the last one
+        self._caches = WeakKeyDictionary[SessionCache, None]()  # in order of their last record
         self.bytes = 0
         """Bytes in use when they last grew."""
 

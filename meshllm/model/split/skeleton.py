@@ -71,7 +71,7 @@ class Skeleton:
 
     @lean()
     def copy_for(self, part: Part) -> "Skeleton":
-        """Copy all but the layers that a part does not hold, in a fifth of the time of a build.
+        """Copy all but the layers that a part does not hold, which is faster than to build it.
 
         Those stay the layers of this skeleton, for `strip` to replace.
         """

@@ -102,7 +102,7 @@ class Replay:
         state.tries += 1
         self.prepared += 1
         if state.tries > MOST_TRIES:
-            state.disable(x, f"{MOST_TRIES} of them have NaN")
+            state.disable(x, "too many of them have NaN")
             return forward(x, places)
         if state.compiled:
             return self._check(state, x, places, caches, rows, forward)

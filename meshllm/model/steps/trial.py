@@ -64,8 +64,8 @@ class TestedSteps(Protocol):
 
 
 @torch.inference_mode()
-def skip_trial(shard: Shard, steps: TestedSteps, most: int = TRIED) -> str:
-    """Only run a prompt and steps: a shard that is only timed generates no text."""
+def run_untested(shard: Shard, steps: TestedSteps, most: int = TRIED) -> str:
+    """Run a prompt and steps, and compare nothing: what is only timed generates no text."""
     x, cache = draw_rows(shard, most), shard.new_cache()
     steps.prefill(x[:, :BEFORE], cache)
     steps.step(x[:, BEFORE : BEFORE + MOST_ROWS], cache)

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshllm.config import cache_path
 from meshllm.errors import ModelMissing
+from meshllm.model.locate import weights_path
 from meshllm.names import FIRST_GROUP, Digest, GroupId, NodeId
 from meshllm.node.agreement.charter_editor import CharterEditor
 from meshllm.node.agreement.offer import NodeOffer
@@ -95,7 +95,7 @@ class RingServer:
         self._parts = parts
         fetcher = WeightFetcher(
             parts.links.dial_weights,
-            cache_path() / "weights",
+            weights_path(),
             self._digest_of,
             self._check_parts,
             parts.off_loop,

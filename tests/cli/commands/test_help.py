@@ -44,3 +44,10 @@ def test_an_unknown_topic_lists_the_known_ones(meshllm: Invoke) -> None:
     assert result.exit_code == 2
     assert "No help on `dragons`" in result.stderr
     assert "`concepts`, `networking`" in result.stderr
+
+
+def test_a_mistyped_topic_is_corrected(meshllm: Invoke) -> None:
+    result = meshllm("help", "concept")
+
+    assert result.exit_code == 2
+    assert result.stderr.endswith("hint: did you mean `meshllm help concepts`?\n")

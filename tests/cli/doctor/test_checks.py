@@ -246,6 +246,25 @@ def test_the_link_to_a_peer_is_checked(
     assert (told.verdict, told.found) == (verdict, found)
 
 
+@pytest.mark.parametrize(
+    ("node", "link", "advice"),
+    [
+        ({"state": NodeState.DOWN, "link": None}, {}, "`meshllm ring remove desk1bc`"),
+        ({"state": NodeState.REFUSED, "link": None}, {}, ""),
+        ({}, {"heard_s": 99.0}, "look whether desk still runs"),
+    ],
+)
+def test_what_to_do_about_a_lost_peer_is_told(
+    node: dict[str, Any], link: dict[str, Any], advice: str
+) -> None:
+    peer = with_node(with_link(status_of(2), 1, **link), 1, **node).nodes[1]
+
+    told = checks.check_peer(peer, "0.2.0").advice
+
+    assert advice in told
+    assert bool(advice) == bool(told)
+
+
 def test_low_memory_and_high_load_are_warnings() -> None:
     assert checks.check_memory(1 << 20).verdict == "warn"
     assert checks.check_memory(8 << 30).verdict == "ok"

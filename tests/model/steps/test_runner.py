@@ -33,7 +33,7 @@ from meshllm.model.steps.execution import Strategy, forecast
 from meshllm.model.steps.load import load_shard
 from meshllm.model.steps.runner import Runner
 from meshllm.model.steps.strategies import RECOMPUTED_ROWS, InvariantSteps, ReplayedSteps
-from meshllm.model.steps.trial import TRIED, CachedTrial, skip_trial
+from meshllm.model.steps.trial import TRIED, CachedTrial, run_untested
 from meshllm.names import Quant, Span
 from meshllm.testing.models import tiny_model
 from tests.model.invariance import require_row_invariant
@@ -133,7 +133,7 @@ def test_filled_caches_cost_no_products_behind_the_last_keys(
     monkeypatch.setattr(strategies, "most_invariant_rows", lambda _: RECOMPUTED_ROWS)
     source = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16)
     shard = load_shard(source, Span(0, 6), embed=True, head=True)
-    runner = Runner(shard, COUNTS, skip_trial)
+    runner = Runner(shard, COUNTS, run_untested)
     require_row_invariant(runner)
     cache, ran = filled(runner, 3), list[tuple[int, str]]()
 

@@ -18,6 +18,7 @@ from meshllm.names import FIRST_GROUP, GroupId, NodeId, SessionId, Span
 from meshllm.node.compute.worker import Worker
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring import runtime
+from meshllm.node.ring.idle_links import IdleLink
 from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.node.ring.runtime import TOLD_S, RingRuntime, arrive
 from meshllm.node.ring.span_loader import LoadedSpan, RankPart, SpanLoader
@@ -32,6 +33,7 @@ from meshllm.protocol.session.codec import encode
 from meshllm.protocol.session.link import SILENCE
 from meshllm.protocol.session.messages import Beat, Hello, Message
 from meshllm.protocol.session.stage import Keep
+from meshllm.protocol.trust.handshake import Features
 from meshllm.request import Sampling
 from meshllm.testing.clock import InlineExecutor, run_virtual
 from meshllm.transport.contract import Channel, Link
@@ -255,6 +257,20 @@ async def serving_both(world: World) -> AsyncIterator[tuple[Place, Place, EntryN
         assert entry is not None
         assert stage is not None
         yield a, b, entry, stage
+
+
+def test_a_rank_knows_what_its_neighbours_support(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(IdleLink, "features", Features.PACKED)
+
+    async def main() -> None:
+        async with serving_both(world) as (_, _, entry, _):
+            assert entry._neighbours is not None
+            assert entry._neighbours.features == Features.PACKED
+            assert not entry._neighbours.helps
+
+    run_virtual(main())
 
 
 def rooms_of(*ranks: EntryNode | StageNode) -> list[list[int]]:
