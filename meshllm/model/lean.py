@@ -29,6 +29,11 @@ _CONDITIONS = (
 )  # fmt: skip
 """Functions that evaluate a symbolic condition: `bool`, if sizes are ints."""
 _PACKAGES = {"torch._dynamo", "sympy"}
+_STUBBED = (
+    "torch._dynamo", "torch.distributed.tensor", _MASKS, "torch.fx.experimental.symbolic_shapes",
+    "torch.utils._sympy.functions", "sympy",
+)  # fmt: skip
+"""Modules that stubs may replace: a few, of thousands that are imported."""
 _UTILS = "transformers.utils.import_utils"
 _SCAN = "create_import_structure_from_path"
 _EXPORTS = "fetch__all__"
@@ -65,8 +70,8 @@ def lean() -> Iterator[None]:
 
 def _remove_stubs() -> None:
     """Remove the stubs, so that later imports load the real modules."""
-    for name, module in list(sys.modules.items()):
-        if isinstance(module, _Stub):
+    for name in _STUBBED:
+        if isinstance(sys.modules.get(name), _Stub):
             del sys.modules[name]
 
 
@@ -90,7 +95,7 @@ def _stubs() -> dict[str, _Stub]:
         "torch.utils._sympy.functions": {"Max": max},
         "sympy": {"Basic": _Stub},  # no size is an instance
     }
-    modules = {name: _Stub(name) for name in names.keys() - sys.modules.keys()}
+    modules = {name: _Stub(name) for name in _STUBBED if name not in sys.modules}
     for name, module in modules.items():
         vars(module).update(names[name])
     return modules

@@ -53,6 +53,14 @@ class EndStub(Stub):
         return value
 
 
+class ProjectionStub(Stub):
+    """Replaces a linear module whose products nobody needs; returns zeros of their shape."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return zeros [..., N] for [..., K]."""
+        return x.new_zeros(*x.shape[:-1], len(self.weight))
+
+
 class EndOfSpan(Exception):
     """Aborts the stock forward at the end of a span; carries the hidden state."""
 

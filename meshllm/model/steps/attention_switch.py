@@ -15,12 +15,16 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from meshllm.model.modules.linear_padded import PaddedLinear
 from meshllm.model.split.kv_cache import WindowLayer
 from meshllm.model.split.shard import Shard
-from meshllm.model.split.stubs import EndOfSpan
+from meshllm.model.split.stubs import EndOfSpan, ProjectionStub
 
 Attend = Callable[[Tensor, Tensor, Tensor, float, int | None], Tensor]
 """Maps query [1, H, T, D], key, value, scale and window to [1, T, H, E]."""
+
+QUERIES = "q_proj"
+"""The name that families give the linear module of queries, if it makes nothing else."""
 
 _KNOWN = {
     "cache_position",
@@ -67,12 +71,23 @@ class AttentionSwitch:
     def ending_at(self, layer: nn.Module) -> Iterator[None]:
         """End the forward inside the block once a layer has its keys and values.
 
-        `Shard.forward` then returns rows [1, T, ...] without a meaning.
+        Its queries are not computed, where a linear module of their own would: what full and
+        sliding attention caches does not depend on them. `Shard.forward` then returns rows
+        [1, T, ...] without a meaning.
         """
         self._ends = frozenset(layer.modules())
+        queries = {
+            each: own
+            for each in self._ends
+            if isinstance(own := getattr(each, QUERIES, None), nn.Linear | PaddedLinear)
+        }
         try:
+            for each, own in queries.items():
+                setattr(each, QUERIES, ProjectionStub(own))
             yield
         finally:
+            for each, own in queries.items():
+                setattr(each, QUERIES, own)
             self._ends = frozenset()
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ layers are tested, as many as fit in `BUDGET` bytes, and one of each further kin
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -84,7 +84,7 @@ class CachedTrial:
 
     def __call__(self, shard: Shard, steps: TestedSteps, most: int = TRIED) -> str:
         """Test steps, see `try_steps`."""
-        keys = _keys(shard, _kinds(shard), most)
+        keys = _keys(shard, most)[0]
         if self._has_passed(keys):
             return ""
         if not (reason := try_steps(shard, steps, most)):
@@ -94,16 +94,17 @@ class CachedTrial:
 
     def passed(self, shard: Shard, counts: Sequence[int]) -> frozenset[int]:
         """Return with which of ``counts`` rows these kinds of layers passed on this machine."""
-        kinds = _kinds(shard)
-        return frozenset(most for most in counts if self._has_passed(_keys(shard, kinds, most)))
+        each = zip(counts, _keys(shard, *counts), strict=True)
+        return frozenset(most for most, keys in each if self._has_passed(keys))
 
     def _has_passed(self, keys: Sequence[tuple[str | float, ...]]) -> bool:
         return all(load_cached(self.cache, *key) is True for key in keys)
 
 
-def _keys(shard: Shard, kinds: Iterable[str], most: int) -> list[tuple[str | float, ...]]:
-    rest = trial_key(shard.model.config, shard.device, shard.quant, most)
-    return [("trial", kind, *rest) for kind in sorted(kinds)]
+def _keys(shard: Shard, *counts: int) -> list[list[tuple[str | float, ...]]]:
+    """Return the keys of trials with each of ``counts`` rows: one of each kind of layer."""
+    rest, kinds = trial_key(shard.model.config, shard.device), sorted(_kinds(shard))
+    return [[("trial", kind, shard.quant, most, *rest) for kind in kinds] for most in counts]
 
 
 def trial_key(config: Any, device: torch.device, *what: str | float) -> tuple[str | float, ...]:
@@ -175,10 +176,8 @@ def _kinds(shard: Shard) -> set[str]:
     kinds = {_kind(shard.layer(index), caches[index]) for index in layers}
     inner = {id(each) for index in layers for each in shard.layer(index).parameters()}
     ends = [
-        (name, *traits, *(str(each.dtype) for each in own))
-        for (name, module), (_, *traits) in zip(
-            shard.model.named_modules(), _traits(shard.model), strict=True
-        )
+        (name, *_traits(module), *(str(each.dtype) for each in own))
+        for name, module in shard.model.named_modules()
         if (own := [*module.parameters(recurse=False)])
         and not any(id(each) in inner for each in own)
         and (isinstance(module, QuantLinear) or not any(each.is_meta for each in own))
@@ -188,7 +187,7 @@ def _kinds(shard: Shard) -> set[str]:
 
 def _kind(layer: nn.Module, cache: Any) -> str:
     dtypes = {str(each.dtype) for each in layer.parameters()}
-    return str((type(cache).__name__, sorted(dtypes), *_traits(layer)))
+    return str((type(cache).__name__, sorted(dtypes), *_all_traits(layer)))
 
 
 def chosen_layers(shard: Shard, budget: int) -> list[int]:
@@ -197,7 +196,7 @@ def chosen_layers(shard: Shard, budget: int) -> list[int]:
     caches = shard.new_cache().layers
     for index in range(shard.span.start, shard.span.stop):
         layer = shard.layer(index)
-        kind = type(caches[index]), *_traits(layer)
+        kind = type(caches[index]), *_all_traits(layer)
         size = sum(each.nbytes for each in layer.parameters())
         if kind not in kinds or spent + size <= budget:
             kinds.add(kind)
@@ -237,14 +236,17 @@ def only_layers(shard: Shard, layers: Sequence[int]) -> Iterator[Callable[[], No
         restore()
 
 
-def _traits(layer: nn.Module) -> Iterator[tuple[Any, ...]]:
+def _all_traits(layer: nn.Module) -> Iterator[tuple[Any, ...]]:
     """List what distinguishes kinds of layers: modules, their shapes and switches."""
-    for name, module in layer.named_modules():
-        shapes = (tuple(each.shape) for each in module.parameters(recurse=False))
-        switches = sorted(
-            (key, value) for key, value in vars(module).items() if isinstance(value, bool | str)
-        )
-        yield name, type(module), *shapes, *switches
+    return ((name, *_traits(module)) for name, module in layer.named_modules())
+
+
+def _traits(module: nn.Module) -> tuple[Any, ...]:
+    shapes = (tuple(each.shape) for each in module.parameters(recurse=False))
+    switches = sorted(
+        (key, value) for key, value in vars(module).items() if isinstance(value, bool | str)
+    )
+    return type(module), *shapes, *switches
 
 
 def _relative_distance(own: Tensor, its: Tensor) -> float:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import core_model_loading
 
 from meshllm.errors import ModelError
 from meshllm.model.files import loader
@@ -138,6 +139,21 @@ def test_weights_stay_mapped_in_the_file_unless_the_dtype_changes(llama: Source)
     for shard, inside in ((mapped, True), (widened, False)):
         addresses = [parameter.data_ptr() for parameter in shard.model.parameters()]
         assert all(any(a <= at < b for a, b in regions) is inside for at in addresses)
+
+
+def test_only_what_is_not_mapped_is_read_in_threads(
+    llama: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class NoThreads(Exception): ...
+
+    def refuse(**_: object) -> None:
+        raise NoThreads
+
+    monkeypatch.setattr(core_model_loading, "ThreadPoolExecutor", refuse)
+
+    load_all(llama)
+    with pytest.raises(NoThreads):
+        load_shard(llama, Span(0, 6), embed=True, head=True, dtype=torch.float64)
 
 
 def test_the_dtype_is_read_from_the_weights_if_the_config_has_none(tmp_path: Path) -> None:

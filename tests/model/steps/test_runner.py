@@ -18,7 +18,7 @@ from meshllm.model.device import CPU
 from meshllm.model.files.source import Source, resolve
 from meshllm.model.kernels import jit
 from meshllm.model.locate import BUILTIN
-from meshllm.model.modules import linear_bf16
+from meshllm.model.modules import linear_bf16, linear_padded
 from meshllm.model.modules.exchange import most_invariant_rows
 from meshllm.model.modules.int8 import multiplies_matrices
 from meshllm.model.modules.kernel_choice import LinearKernel, has_bf16_dot
@@ -28,6 +28,7 @@ from meshllm.model.pauses import pause, pausing
 from meshllm.model.split.kv_cache import SpanCache
 from meshllm.model.split.shard import Shard
 from meshllm.model.split.skeleton import build
+from meshllm.model.split.stubs import ProjectionStub
 from meshllm.model.steps import strategies, trial
 from meshllm.model.steps.execution import Strategy, forecast
 from meshllm.model.steps.load import load_shard
@@ -126,10 +127,15 @@ def test_caches_can_be_filled_without_the_output(
     assert torch.equal(runner.step(behind, again), runner.step(behind, whole))
 
 
+@pytest.mark.parametrize("is_padded", [False, True], ids=["compiled", "padded"])
 @pytest.mark.parametrize("is_step", [False, True], ids=["prompt", "steps"])
 def test_filled_caches_cost_no_products_behind_the_last_keys(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_step: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_step: bool, is_padded: bool
 ) -> None:
+    if is_padded:
+        monkeypatch.setattr(linear_padded, "to_native", lambda _: None)
+        monkeypatch.setattr(linear_padded, "has_native", lambda _: False)
+        monkeypatch.setattr(linear_padded, "_min_rows", lambda *_: 2)
     monkeypatch.setattr(strategies, "most_invariant_rows", lambda _: RECOMPUTED_ROWS)
     source = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16)
     shard = load_shard(source, Span(0, 6), embed=True, head=True)
@@ -140,7 +146,8 @@ def test_filled_caches_cost_no_products_behind_the_last_keys(
     def note(place: tuple[int, str], *_: object) -> None:
         ran.append(place)
 
-    for layer, name in product((4, 5), ("self_attn.k_proj", "self_attn.o_proj", "mlp.down_proj")):
+    matrices = "self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.down_proj"
+    for layer, name in product((4, 5), matrices):
         module = shard.layer(layer).get_submodule(name)
         module.register_forward_hook(partial(note, (layer, name)))
 
@@ -148,7 +155,8 @@ def test_filled_caches_cost_no_products_behind_the_last_keys(
 
     names = [name for layer, name in ran if layer == 5]
     assert names == ["self_attn.k_proj"]
-    assert len(ran) == 3 + 1
+    assert len(ran) == len(matrices) + 1
+    assert type(shard.layer(5).get_submodule("self_attn.q_proj")) is not ProjectionStub
 
 
 @pytest.fixture(params=[1, 2])
