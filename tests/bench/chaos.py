@@ -16,9 +16,11 @@ Other tokens behind the loss are counted, and do not fail it: another ring may r
 With `--all-at-once MINUTES`, clients ask without a break before, in and after each fault: short and
 long prompts and chats, greedy and sampled. Every answer is compared with the undisturbed one. They
 rest until the ring is whole again: its plan takes a node back only while nobody asks. The memory of
-each node is shown before and at the end, each time when as many different texts as the prefix cache
-keeps have filled it. What a node names (weights, caches, sent rows) has limits of its own; the
-command fails if a node takes more than `MOST_MORE` for what it does not name.
+each node is shown before, once each rank was stopped and lost, and at the end. Each time, the nodes
+have rested, so that they have released what only their start needs, and as many different texts as
+the prefix cache keeps have filled it and evicted others. What a node names (weights, caches, sent
+rows) has limits of its own; the command fails if a node takes more than `MOST_MORE` for what it
+does not name. What is `anonymous` of all resident memory has no file to be read from again.
 
 `--fault relay`, by itself: the nodes have QUIC and a relay, by which alone the rank is reached; the
 relay is killed, and started again after 8 s.
@@ -58,6 +60,7 @@ from tests.bench.nemesis import (
     open_ground,
 )
 from tests.bench.report import Report, counts, parser_of
+from tests.bench.startup import IDLE_S
 from tests.processes.fleet import ALONE, Node, Waited, open_fleet, until
 
 RANKS = ("attic", "bench", "cellar")
@@ -75,6 +78,8 @@ CHAT = ("user", "What is a ring?"), ("assistant", "Nodes in a circle."), ("user"
 LONG = 600  # tokens of a prompt
 CALM_S = 5.0  # s at most from the first request to a fault, and from its end to the last one
 REST_S = 0.2
+WARM_UP = "stop 5"
+MAX_EARLY = 3  # answers in a row that are computed before the fault
 MOST_MORE = 0.05  # of the memory before
 
 
@@ -110,6 +115,8 @@ class Outcome:
     phases: tuple[float, ...]
     """Seconds of each of `PHASES`."""
     error: str = ""
+    is_early: bool = False
+    """Whether the error is only that the whole answer was computed before the fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +149,7 @@ class Ring:
     def mixed(self, seed: int) -> Iterator[list[int]]:
         """Yield an answer to a text, a long prompt or a chat, every other one greedy."""
         texts: list[dict[str, object]] = [
-            {"raw": BEGINNING},
+            {"raw": f"{BEGINNING} {seed}"},
             {"ids": ids_of(seed, LONG)},
             {"turns": [{"role": role, "content": f"{seed}: {text}"} for role, text in CHAT]},
         ]
@@ -245,21 +252,29 @@ def disturb(ring: Ring, case: Case, victim: str, right: list[int], pool: Executo
         error = str(failure) or type(failure).__name__
     left_s, missed = left_after(striking, len(got))
     rows = recomputed(others) - before
-    if fault in KILLS and not rows:
+    if fault in KILLS and striking and not rows:
         missed = f"the answer of {len(got)} tokens was computed before the fault"
-    error = error or missed
     took = phases([history(node) for node in others], struck, resumed)
-    if fault in ENDS_PROCESS:
+    if fault in ENDS_PROCESS and striking:
         ring.restart(victim)
-    return Outcome(case, pause, agreed(got, right), len(got), left_s, rows, took, error)
+    same, is_early = agreed(got, right), bool(missed and not error and got == right)
+    return Outcome(case, pause, same, len(got), left_s, rows, took, error or missed, is_early)
 
 
 def run_case(ring: Ring, case: Case, right: list[int], pool: Executor) -> Outcome:
-    """Let a fault happen; that of the relay to a rank that others reach by it only."""
-    victim = ring.rank(case.role)
-    with ring.ground.hiding(victim) if case.fault == RELAY else nullcontext():
+    """Let a fault happen; that of the relay to a rank that others reach by it only.
+
+    An answer that was computed before the fault, which shows nothing, is asked again.
+    """
+    for left in reversed(range(MAX_EARLY)):
+        victim = ring.rank(case.role)
+        with ring.ground.hiding(victim) if case.fault == RELAY else nullcontext():
+            whole(ring)
+            outcome = disturb(ring, case, victim, right, pool)
+        if not (outcome.is_early and left):
+            break
         whole(ring)
-        return disturb(ring, case, victim, right, pool)
+    return outcome
 
 
 History = list[tuple[str, float]]
@@ -370,9 +385,10 @@ class Asking:
         """Ask until stopped."""
         while not self.stop.is_set():
             if self.goes_on.wait(REST_S):
-                self._ask(ring, draw.choice(sorted(self.right)))
+                self.ask(ring, draw.choice(sorted(self.right)))
 
-    def _ask(self, ring: Ring, seed: int) -> None:
+    def ask(self, ring: Ring, seed: int) -> None:
+        """Ask for one answer, and compare it."""
         got, pause, last, right = list[int](), 0.0, time.monotonic(), self.right[seed]
         try:
             for tokens in ring.mixed(seed):
@@ -386,6 +402,25 @@ class Asking:
         self.pauses.append(pause)
 
 
+def warm_up(ring: Ring, asking: Asking, pool: Executor) -> None:
+    """Let each rank be lost once, and fill the prefix cache, as later texts evict earlier ones.
+
+    What nodes keep from then on is not growth.
+    """
+    for victim in RANKS:
+        answers = [pool.submit(asking.ask, ring, seed) for seed in range(CLIENTS)]
+        ring.ground.strike(WARM_UP, victim, ring.restart)
+        for answer in answers:
+            answer.result()
+        whole(ring)
+    fill(ring, pool, TEXTS + MAX_KEPT)
+
+
+def fill(ring: Ring, pool: Executor, first: int) -> None:
+    """Ask for as many texts as the prefix cache keeps, numbered from ``first``."""
+    list(pool.map(lambda seed: [*ring.mixed(seed)], range(first, first + MAX_KEPT)))
+
+
 def all_at_once(
     ring: Ring, faults: Sequence[str], minutes: float, seed: int, report: Report
 ) -> list[str]:
@@ -395,9 +430,11 @@ def all_at_once(
     with ThreadPoolExecutor(CLIENTS) as pool:
 
         def filled() -> dict[str, dict[str, int]]:
-            list(pool.map(lambda seed: [*ring.mixed(seed)], range(TEXTS, TEXTS + MAX_KEPT)))
+            time.sleep(IDLE_S)
+            fill(ring, pool, TEXTS)
             return memory(ring)
 
+        warm_up(ring, asking, pool)
         before = filled()
         clients = [
             pool.submit(asking.run, ring, random.Random(f"{seed} {number}"))
@@ -438,8 +475,16 @@ def memory(ring: Ring) -> dict[str, dict[str, int]]:
     for name in (*RANKS, INGRESS):
         shown = ring.ground.node(name).status()["memory"]
         total, _ = shown.pop("process"), shown.pop("kv_room")
-        found[name] = {"total": total, **shown, "other": total - sum(shown.values())}
+        parts = {**shown, "other": total - sum(shown.values())}
+        found[name] = {"total": total, "anonymous": anonymous(ring.ground.node(name)), **parts}
     return found
+
+
+def anonymous(node: Node) -> int:
+    """Return the resident bytes of a node that belong to no file."""
+    assert node.process is not None
+    status = Path(f"/proc/{node.process.pid}/status").read_text()
+    return 1024 * int(status.partition("RssAnon:")[2].split()[0])
 
 
 def unnamed(before: dict[str, int], after: dict[str, int]) -> float:
@@ -450,8 +495,10 @@ def unnamed(before: dict[str, int], after: dict[str, int]) -> float:
 def growth(before: dict[str, int], after: dict[str, int]) -> str:
     """Tell how much memory a node takes more than before, and for what."""
     total, now = before["total"], after["total"]
-    changes = {part: (after[part] - size) >> 20 for part, size in before.items() if part != "total"}
-    parts = ", ".join(f"{part} {change:+}" for part, change in changes.items() if change)
+    changes = {part: (after[part] - size) >> 20 for part, size in before.items()}
+    parts = ", ".join(
+        f"{part} {change:+}" for part, change in changes.items() if change and part != "total"
+    )
     share = f"{now / total - 1:+.0%}, {unnamed(before, after):+.0%} without names"
     return f"{total >> 20} MiB, then {now >> 20} ({share}){': ' if parts else ''}{parts}"
 
