@@ -29,11 +29,6 @@ _CONDITIONS = (
 )  # fmt: skip
 """Functions that evaluate a symbolic condition: `bool`, if sizes are ints."""
 _PACKAGES = {"torch._dynamo", "sympy"}
-_STUBBED = (
-    "torch._dynamo", "torch.distributed.tensor", _MASKS, "torch.fx.experimental.symbolic_shapes",
-    "torch.utils._sympy.functions", "sympy",
-)  # fmt: skip
-"""Modules that stubs may replace: a few, of thousands that are imported."""
 _UTILS = "transformers.utils.import_utils"
 _SCAN = "create_import_structure_from_path"
 _EXPORTS = "fetch__all__"
@@ -70,34 +65,15 @@ def lean() -> Iterator[None]:
 
 def _remove_stubs() -> None:
     """Remove the stubs, so that later imports load the real modules."""
-    for name in _STUBBED:
+    for name in _STUBS:
         if isinstance(sys.modules.get(name), _Stub):
             del sys.modules[name]
 
 
 def _stubs() -> dict[str, _Stub]:
-    names: dict[str, dict[str, Any]] = {
-        "torch._dynamo": dict.fromkeys(
-            ("allow_in_graph", "assume_constant_result", "disable", "mark_static_address"),
-            _unchanged,
-        ),
-        "torch.distributed.tensor": {"DTensor": _Stub},  # no tensor is an instance
-        _MASKS: {"TransformGetItemToIndex": _index_masks},
-        "torch.fx.experimental.symbolic_shapes": {
-            **dict.fromkeys(_CONDITIONS, bool),
-            "guarding_hint_or_throw": int,
-            "has_guarding_hint": lambda _: True,
-            "is_nested_int": lambda _: False,
-            "sym_and": lambda *terms: all(terms),
-            "sym_eq": _are_equal,
-            "sym_or": lambda *terms: any(terms),
-        },
-        "torch.utils._sympy.functions": {"Max": max},
-        "sympy": {"Basic": _Stub},  # no size is an instance
-    }
-    modules = {name: _Stub(name) for name in _STUBBED if name not in sys.modules}
+    modules = {name: _Stub(name) for name in _STUBS if name not in sys.modules}
     for name, module in modules.items():
-        vars(module).update(names[name])
+        vars(module).update(_STUBS[name])
     return modules
 
 
@@ -116,6 +92,28 @@ def _unchanged(marked: Any = None, *_: Any, **__: Any) -> Any:
 def _index_masks() -> Any:
     """Make the real object, which the masks of a few families need."""
     return import_module(_MASKS).TransformGetItemToIndex()
+
+
+_STUBS: dict[str, dict[str, Any]] = {
+    "torch._dynamo": dict.fromkeys(
+        ("allow_in_graph", "assume_constant_result", "disable", "mark_static_address"),
+        _unchanged,
+    ),
+    "torch.distributed.tensor": {"DTensor": _Stub},  # no tensor is an instance
+    _MASKS: {"TransformGetItemToIndex": _index_masks},
+    "torch.fx.experimental.symbolic_shapes": {
+        **dict.fromkeys(_CONDITIONS, bool),
+        "guarding_hint_or_throw": int,
+        "has_guarding_hint": lambda _: True,
+        "is_nested_int": lambda _: False,
+        "sym_and": lambda *terms: all(terms),
+        "sym_eq": _are_equal,
+        "sym_or": lambda *terms: any(terms),
+    },
+    "torch.utils._sympy.functions": {"Max": max},
+    "sympy": {"Basic": _Stub},  # no size is an instance
+}
+"""The stub modules, a few of thousands that are imported, and the names in each."""
 
 
 def _import_whole() -> None:

@@ -78,7 +78,7 @@ CHAT = ("user", "What is a ring?"), ("assistant", "Nodes in a circle."), ("user"
 LONG = 600  # tokens of a prompt
 CALM_S = 5.0  # s at most from the first request to a fault, and from its end to the last one
 REST_S = 0.2
-WARM_UP = "stop 5"
+WARM_UP = "stop 5"  # the fault by which each rank is lost once before memory is compared
 MAX_EARLY = 3  # answers in a row that are computed before the fault
 MOST_MORE = 0.05  # of the memory before
 
@@ -267,13 +267,13 @@ def run_case(ring: Ring, case: Case, right: list[int], pool: Executor) -> Outcom
     An answer that was computed before the fault, which shows nothing, is asked again.
     """
     for left in reversed(range(MAX_EARLY)):
+        whole(ring)
         victim = ring.rank(case.role)
         with ring.ground.hiding(victim) if case.fault == RELAY else nullcontext():
             whole(ring)
             outcome = disturb(ring, case, victim, right, pool)
         if not (outcome.is_early and left):
             break
-        whole(ring)
     return outcome
 
 

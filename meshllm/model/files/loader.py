@@ -150,19 +150,8 @@ def load(
         missing = set(model.state_dict()) - shared
         for group in _groups(chosen):
             state = {name: _slice(files[weights[name]], name, folder) for name in group}
-            is_mapped = device == CPU and all(
-                _DTYPES.get(each.get_dtype()) is dtype for each in state.values()
-            )
-            if len({chosen[name] for name in group}) < len(group):
-                info = _merge(model, state, config)
-            else:
-                devices = config.device_map | (_UNTHREADED if is_mapped else {})
-                # What is read in threads is outside inference mode, and kernels heed the mode.
-                mode = torch.is_inference_mode_enabled() and not is_mapped
-                with torch.inference_mode(mode), torch.no_grad():
-                    info, _ = convert_and_load_state_dict_in_model(
-                        model, state, replace(config, device_map=devices)
-                    )
+            is_merged = len({chosen[name] for name in group}) < len(group)
+            info = (_merge if is_merged else _convert)(model, state, config)
             _refuse(info, folder)
             missing &= info.missing_keys
         _refuse_missing(model, missing, folder)
@@ -262,6 +251,20 @@ class _Uncast:
         self.dtype = dtype
         tensor: Tensor = self._stored[...]
         return tensor
+
+
+def _convert(model: Any, state: dict[str, Any], config: Any) -> Any:
+    """Convert tensors; those that are only mapped from their file are read on this thread.
+
+    Others are read in threads of the library, which are outside inference mode. So are these then,
+    as kernels may round other than for tensors that were made in it.
+    """
+    kinds = {_DTYPES.get(stored.get_dtype()) for stored in state.values()}
+    if config.device_map != {"": CPU} or kinds != {config.dtype}:
+        return convert_and_load_state_dict_in_model(model, state, config)[0]
+    config = replace(config, device_map=config.device_map | _UNTHREADED)
+    with torch.inference_mode(False), torch.no_grad():
+        return convert_and_load_state_dict_in_model(model, state, config)[0]
 
 
 def _merge(model: Any, state: dict[str, Any], config: Any) -> Any:

@@ -23,7 +23,7 @@ from meshllm.model.split.stubs import EndOfSpan, ProjectionStub
 Attend = Callable[[Tensor, Tensor, Tensor, float, int | None], Tensor]
 """Maps query [1, H, T, D], key, value, scale and window to [1, T, H, E]."""
 
-QUERIES = "q_proj"
+_QUERIES = "q_proj"
 """The name that families give the linear module of queries, if it makes nothing else."""
 
 _KNOWN = {
@@ -79,15 +79,15 @@ class AttentionSwitch:
         queries = {
             each: own
             for each in self._ends
-            if isinstance(own := getattr(each, QUERIES, None), nn.Linear | PaddedLinear)
+            if isinstance(own := getattr(each, _QUERIES, None), nn.Linear | PaddedLinear)
         }
         try:
             for each, own in queries.items():
-                setattr(each, QUERIES, ProjectionStub(own))
+                setattr(each, _QUERIES, ProjectionStub(own))
             yield
         finally:
             for each, own in queries.items():
-                setattr(each, QUERIES, own)
+                setattr(each, _QUERIES, own)
             self._ends = frozenset()
 
     def close(self) -> None:
