@@ -55,6 +55,12 @@ def name_of(device: torch.device) -> str:
     return f"{device} {torch.cuda.get_device_name(device)}"
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether an allocation failed; torch raises a plain `RuntimeError` on a CPU."""
+    is_torch = isinstance(error, RuntimeError) and "allocate" in str(error)
+    return is_torch or isinstance(error, MemoryError | torch.OutOfMemoryError)
+
+
 def free_bytes(device: torch.device) -> int:
     """Return the free memory of a GPU, including what torch has cached."""
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -12,7 +12,7 @@ import torch
 
 from meshllm.errors import ModelError, ModelMissing, OutOfMemory
 from meshllm.model.capacity import shape_of
-from meshllm.model.device import CPU, choose
+from meshllm.model.device import CPU, choose, is_out_of_memory
 from meshllm.model.files.manifest import config_digest, hash_files, manifest
 from meshllm.model.files.parts import ModelParts, check_parts, most_bytes
 from meshllm.model.files.source import Source, open_folder, resolve
@@ -23,7 +23,6 @@ from meshllm.node.compute.worker import Worker
 from meshllm.node.founding import amend, found_charter, refuse_layers, refuse_other
 from meshllm.node.options import FIRST_MODEL, InferenceConfig, NodeOptions
 from meshllm.node.ring.model_runtime import ModelRuntime
-from meshllm.node.session.wire import is_out_of_memory
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import Profile
 from meshllm.protocol.weights.holders import name_of

@@ -430,8 +430,8 @@ def all_at_once(
     with ThreadPoolExecutor(CLIENTS) as pool:
 
         def filled() -> dict[str, dict[str, int]]:
-            time.sleep(IDLE_S)
             fill(ring, pool, TEXTS)
+            time.sleep(IDLE_S)  # then nodes have returned what the work left unused
             return memory(ring)
 
         warm_up(ring, asking, pool)

@@ -72,7 +72,6 @@ def shortcuts() -> Iterator[None]:
         patch("meshllm.names.show", lru_cache(64)(show)),
         patch("os.fsync", lambda _: None),
         patch("meshllm.node.ring.span_loader.reclaim", lambda: None),
-        patch("meshllm.node.compute.warm_up.reclaim", lambda: None),
     ):
         yield
 

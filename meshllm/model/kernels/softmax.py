@@ -4,6 +4,7 @@ The scores of a row are a column, as the product of keys with queries gives them
 memory belong to different rows, and a vector holds as many rows as it has lanes. Each lane goes
 down its own column three times: for the largest score, for the exponentials of the differences from
 it, and to divide these by their sum. Keys that a row may not see become 0, so no mask is needed.
+Where no memory can be made executable, torch computes it, with a mask.
 """
 
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
+from meshllm.model.kernels import jit
 from meshllm.model.kernels.ir import FLOAT, HALF, LANES, WORD, Code
 from meshllm.model.kernels.jit import JitFunction
 
@@ -43,6 +45,9 @@ def causal_softmax_(scores: Tensor, rows: int, window: int | None = None) -> Non
         raise ValueError(f"Scores must be contiguous and on the CPU, not on {scores.device}")
     stops = torch.arange(columns, dtype=torch.int32).remainder_(rows).add_(keys - rows + 1)
     starts = (stops - min(window or keys, keys)).clamp_min_(0)
+    if not jit.jit_available():
+        _by_torch(scores, starts, stops)
+        return
     seen = stops - starts
     strip = COLUMNS if columns % _STRIP else _STRIP
     _function(scores.dtype == torch.bfloat16, strip)(
@@ -51,6 +56,12 @@ def causal_softmax_(scores: Tensor, rows: int, window: int | None = None) -> Non
         *(scores.data_ptr(), starts.data_ptr(), seen.data_ptr()),
         *(columns // strip, keys, columns),
     )
+
+
+def _by_torch(scores: Tensor, starts: Tensor, stops: Tensor) -> None:
+    places = torch.arange(scores.shape[1])[:, None]
+    hidden = (places < starts) | (places >= stops)
+    scores.copy_(scores.float().masked_fill_(hidden, -inf).softmax(1))
 
 
 @cache

@@ -8,7 +8,6 @@ All of this happens in steps that are needed anyway, or during warm-up.
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -113,10 +112,6 @@ class Replay:
         state = self._states.setdefault((rows, torch.get_num_threads()), _State())
         state.uses = max(state.uses, EAGER_STEPS)
         return not state.is_unfit and (state.compiled is None or state.checks < CHECKS)
-
-    def paused(self) -> AbstractContextManager[None]:
-        """Suspend tracing inside the block."""
-        return self.tracer.paused() if self.tracer else nullcontext()
 
     def _record(
         self,

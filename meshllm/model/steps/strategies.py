@@ -24,7 +24,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from meshllm.model.device import CPU, all_to_device, all_to_host, to_device, to_host
+from meshllm.model.device import (
+    CPU,
+    all_to_device,
+    all_to_host,
+    is_out_of_memory,
+    to_device,
+    to_host,
+)
 from meshllm.model.kernels import jit
 from meshllm.model.modules.exchange import (
     exchange_modules,
@@ -400,6 +407,8 @@ def choose_steps(
         steps = _on_cpu(shard, whole, frozenset((1, *counts)), trial)
     except (NotInvariant, NotReplayable, *PROBE_ERRORS) as error:
         restore_modules(shard.model)
+        if is_out_of_memory(error):  # stock steps would run out of it later
+            raise
         reason = (
             str(error) if isinstance(error, NotInvariant) else f"{type(error).__name__}: {error}"
         )

@@ -5,9 +5,6 @@ tried. So a rank runs them with dummy rows, one at a time, each after a second w
 computation: a request waits for at most one of them on each rank. Other programs of the machine
 cannot be seen waiting, so the steps of all rings together take a minute of the machine, and then a
 second of one core per minute, see `Allowance`.
-
-Loading and the first steps leave memory of the heap that is free and cycles that nothing uses: both
-are given back at the end.
 """
 
 import asyncio
@@ -17,7 +14,6 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from meshllm.model.shape import reclaim
 from meshllm.model.steps.runner import Runner
 from meshllm.node.compute.allowance import Allowance
 from meshllm.node.compute.worker import Worker
@@ -48,8 +44,6 @@ class WarmUp:
                 logger.warning("warm-up ended: %s: %s", type(error).__name__, error)
                 logger.debug("traceback of the warm-up", exc_info=error)
         self._done.set()
-        for worker in {worker for worker, _ in self._ranks}:
-            await worker.run_when_idle(QUIET_S, reclaim)
 
 
 def _step(steps: Iterator[None], allowance: Allowance) -> bool:

@@ -6,6 +6,9 @@ node they may have a worker each.
 
 What takes long, such as loading a further model, pauses between its parts: the steps that wait then
 run in the middle of it, see `pauses`. Steps stay in order; nothing else runs in a pause.
+
+Loading and requests leave memory of the heap that is free, cycles that nothing uses, and code of
+libraries that ran once. All of it is returned to the system once the thread is idle.
 """
 
 import asyncio
@@ -23,6 +26,7 @@ from weakref import ref
 import torch
 
 from meshllm.model.pauses import pausing
+from meshllm.model.shape import reclaim
 from meshllm.node.compute.allowance import Allowance
 from meshllm.node.timer import loop_time
 from meshllm.protocol.ring.hang import HangLimits
@@ -32,6 +36,9 @@ LOAD_HANG_S = 3600.0  # s; limit of anything else: loading 100 GB from a slow di
 WATCH_S = 1.0  # s between two looks at the running function,
 WATCH_LEAST_S = 0.05  # or less, if it reaches its limit before
 LATE_S = 0.5  # s by which a look is late only if this process was stopped, not if it is busy
+REST_S = 5.0
+"""s without any computation before unused memory is returned to the system."""
+SHORTEST_S = 0.001  # s of a wait; a shorter one may end, by rounding, before its time
 TRIAL_BYTES = 64 << 20  # of the matrix of `calibrate`
 TRIALS = 20  # products; long enough to meet another program's time slice, a few ms
 
@@ -75,13 +82,14 @@ class Worker:
         self._latest: Callable[[], Future[Any] | None] = lambda: None
         self._last_used = 0.0  # loop time when a function was last submitted or running
         self._idle_lock = asyncio.Lock()
+        self._has_worked = asyncio.Event()  # something was submitted since memory was reclaimed
         self._running: tuple[float, float] | None = None  # start and limit of the running function
         self._excused = 0.0, 0.0  # the start of a function, and seconds to add to its limit
         self._wakes_at = inf  # when `sleep` returns; later if this process is stopped
 
     def start(self, function: Callable[..., T], *args: Any) -> Future[T]:
         """Submit a step: a function that reports its outcome by itself, exceptions included."""
-        self._last_used = loop_time()
+        self._note_use()
         step = _Step(partial(function, *args), Future())
         self._steps.append(step)
         self._latest = ref(step.outcome)
@@ -124,7 +132,7 @@ class Worker:
         If cancelled, a function that has begun still runs to its end.
         """
         work = partial(function, *args, **kwargs)
-        self._last_used = loop_time()
+        self._note_use()
         future = self._executor.submit(self._pausable, work)
         self._latest = ref(future)  # weak: its result may be model weights
         return await asyncio.wrap_future(future)
@@ -206,11 +214,35 @@ class Worker:
 
         It runs after ``idle_s`` seconds in which nothing else ran; one such function at a time.
         """
-        loop = asyncio.get_running_loop()
         async with self._idle_lock:
-            while (left := self._last_busy(loop.time()) + idle_s - loop.time()) > 0:  # noqa: ASYNC110
-                await asyncio.sleep(left)
-            return await loop.run_in_executor(self._executor, self._pausable, function, *args)
+            await self._until_idle(idle_s)
+            try:
+                return await self._run_idle(function, *args)
+            finally:
+                self._has_worked.set()
+
+    async def reclaim_after_work(self) -> None:
+        """Return unused memory to the system after work, once nothing ran for `REST_S`."""
+        while True:
+            await self._has_worked.wait()
+            while self._has_worked.is_set():
+                self._has_worked.clear()
+                await asyncio.sleep(REST_S)
+                await self._until_idle(REST_S)
+            await self._run_idle(reclaim)
+
+    async def _until_idle(self, idle_s: float) -> None:
+        while (left := self._last_busy(loop_time()) + idle_s - loop_time()) > 0:  # noqa: ASYNC110
+            await asyncio.sleep(max(left, SHORTEST_S))
+
+    async def _run_idle(self, function: Callable[..., T], *args: Any) -> T:
+        """Run a function that does not count as use."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._executor, self._pausable, function, *args)
+
+    def _note_use(self) -> None:
+        self._last_used = loop_time()
+        self._has_worked.set()
 
     @staticmethod
     def _now() -> float:
@@ -236,9 +268,12 @@ async def compute_thread(threads: int = 1) -> AsyncIterator[Worker]:
 
     executor = ThreadPoolExecutor(1, thread_name_prefix="compute", initializer=begin)
     before = torch.get_num_threads()  # torch applies what a thread sets to later threads
+    worker = Worker(executor, before)
+    reclaiming = asyncio.create_task(worker.reclaim_after_work())
     try:
-        yield Worker(executor, before)
+        yield worker
     finally:
+        reclaiming.cancel()
         executor.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(executor.shutdown)
         torch.set_num_threads(before)

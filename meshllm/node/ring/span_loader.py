@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from meshllm.errors import MeshError, OutOfMemory
+from meshllm.model.device import is_out_of_memory
 from meshllm.model.files.source import Source
 from meshllm.model.pauses import pause
 from meshllm.model.shape import ModelShape, reclaim
@@ -24,7 +25,6 @@ from meshllm.model.steps.trial import CachedTrial
 from meshllm.names import Quant, Span
 from meshllm.node.options import InferenceConfig
 from meshllm.node.session.generation import EntryRunners
-from meshllm.node.session.wire import is_out_of_memory
 from meshllm.protocol.planning.problem import HEADROOM_PERCENT
 
 MOST_PIECES = 3

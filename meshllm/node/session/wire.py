@@ -5,7 +5,6 @@
 
 import logging
 
-import torch
 from torch import Tensor
 
 from meshllm.errors import (
@@ -17,6 +16,7 @@ from meshllm.errors import (
     PeerFault,
     TimedOut,
 )
+from meshllm.model.device import is_out_of_memory
 from meshllm.model.wire.payload import RowFormat, from_payload, is_finite, to_payload
 from meshllm.protocol.session.blob import SessionKey, check, seal
 from meshllm.protocol.session.messages import Blob, DType, FaultCode
@@ -91,12 +91,6 @@ def fault_code(error: Exception) -> FaultCode:
             return FaultCode.RULES
         case _:
             return FaultCode.MODEL
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Return whether an allocation failed; torch raises a plain `RuntimeError` on a CPU."""
-    is_torch = isinstance(error, RuntimeError) and "allocate" in str(error)
-    return is_torch or isinstance(error, MemoryError | torch.OutOfMemoryError)
 
 
 def error_of(code: FaultCode, text: str, rank: int) -> MeshError:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from meshllm.model.device import CPU
 from meshllm.model.files.source import Source, resolve
-from meshllm.model.kernels import jit
+from meshllm.model.kernels import attention, jit
 from meshllm.model.locate import BUILTIN
-from meshllm.model.modules import linear_bf16, linear_padded
+from meshllm.model.modules import linear_bf16, linear_padded, rms_norm
 from meshllm.model.modules.exchange import most_invariant_rows
 from meshllm.model.modules.int8 import multiplies_matrices
 from meshllm.model.modules.kernel_choice import LinearKernel, has_bf16_dot
@@ -345,7 +345,8 @@ def test_the_execution_of_a_quantised_model_is_foreseen(tmp_path: Path) -> None:
 def test_without_executable_memory_nothing_is_replayed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jit, "jit_available", lambda: False)
+    for module in (jit, attention, rms_norm):
+        monkeypatch.setattr(module, "jit_available", lambda: False)
     use_own_gemm.cache_clear()
     try:
         runner = runner_of(tmp_path, "qwen3", torch.bfloat16)
@@ -354,9 +355,22 @@ def test_without_executable_memory_nothing_is_replayed(
     finally:
         use_own_gemm.cache_clear()
 
-    assert runner.execution.strategy is not Strategy.REPLAYED
-    assert runner.execution.reason
-    assert foreseen.strategy is not Strategy.REPLAYED
+    assert runner.execution.strategy is Strategy.INVARIANT
+    assert runner.execution.reason == "no replay: executable memory is forbidden"
+    assert foreseen.strategy is Strategy.INVARIANT
+
+
+def test_a_trial_without_enough_memory_disables_nothing(tmp_path: Path) -> None:
+    def trial(*_: object) -> str:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    source = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16)
+    shard = load_shard(source, Span(0, 6), embed=True, head=True)
+
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        Runner(shard, COUNTS, trial)
+
+    require_row_invariant(Runner(shard, COUNTS))
 
 
 def test_wrong_rows_leave_no_trace(tmp_path: Path) -> None:

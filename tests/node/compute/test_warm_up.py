@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from itertools import chain, count
 from pathlib import Path
-from threading import Event, current_thread
+from threading import Event
 from types import SimpleNamespace
 from typing import Any, cast
 from weakref import ref
@@ -20,7 +20,7 @@ from meshllm.model.steps.runner import Runner
 from meshllm.node.compute import warm_up
 from meshllm.node.compute.allowance import SAVED_S, Allowance
 from meshllm.node.compute.warm_up import WarmUp
-from meshllm.node.compute.worker import Worker, compute_thread
+from meshllm.node.compute.worker import REST_S, Worker, compute_thread
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.local_ring import RingOptions, open_local_ring
 from meshllm.request import Sampling
@@ -198,17 +198,18 @@ async def test_results_are_released() -> None:
         assert held() is None
 
 
-async def test_what_loading_left_is_freed_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    freed = list[str]()
-    runner = FakeRunner(2)
-    monkeypatch.setattr(
-        warm_up, "reclaim", lambda: freed.append(f"after {runner.done} by {current_thread().name}")
-    )
+def test_what_is_left_by_a_warm_up_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    freed = list[int]()
+    runner = FakeRunner(20)
+    monkeypatch.setattr("meshllm.node.compute.worker.reclaim", lambda: freed.append(runner.done))
 
-    async with begin(runner, runner) as (whole, _):
-        await whole.run()
+    async def story() -> None:
+        async with begin(runner, runner) as (whole, _):
+            await whole.run()
+            await asyncio.sleep(3 * REST_S)
 
-    assert freed == ["after 4 by compute_0"]  # once for a thread, and on it
+    run_virtual(story())
+    assert freed == [40]  # once for a thread
 
 
 async def test_an_error_in_one_runner_does_not_stop_the_others(

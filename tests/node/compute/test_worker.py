@@ -9,6 +9,7 @@ from meshllm.names import NodeId
 from meshllm.node.compute import worker as module
 from meshllm.node.compute.worker import (
     LOAD_HANG_S,
+    REST_S,
     SHORT_HANG_S,
     WATCH_LEAST_S,
     calibrate,
@@ -17,6 +18,7 @@ from meshllm.node.compute.worker import (
 from meshllm.protocol.planning.chunking import RankTimes
 from meshllm.protocol.planning.plan import LinkSpeed, Offer
 from meshllm.protocol.ring.hang import FIRST_STEPS, TIMES, HangLimits
+from meshllm.testing.clock import run_virtual
 
 
 async def test_functions_run_off_the_loop_in_the_order_given() -> None:
@@ -243,6 +245,36 @@ async def test_loading_may_take_longer(clock: Clock) -> None:
         assert await worker.run(take, LOAD_HANG_S - 1) == 0
         assert await worker.run_when_idle(0, take, LOAD_HANG_S - 1) == 0
         assert await asyncio.wrap_future(worker.start(take, SHORT_HANG_S)) == SHORT_HANG_S
+
+
+def test_unused_memory_is_returned_once_after_each_stretch_of_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    freed = list[tuple[float, str]]()
+
+    async def story() -> None:
+        now = asyncio.get_running_loop().time
+        monkeypatch.setattr(
+            module, "reclaim", lambda: freed.append((now(), threading.current_thread().name))
+        )
+        async with compute_thread() as worker:
+            await asyncio.sleep(20 * REST_S)
+            assert not freed
+            for _ in range(20):
+                await worker.run_step(int)
+                await asyncio.sleep(0.9 * REST_S)
+                await worker.run(int)
+                await asyncio.sleep(0.9 * REST_S)
+            last = now() - 0.9 * REST_S
+            assert not freed
+            await asyncio.sleep(20 * REST_S)
+            assert [by for _, by in freed] == ["compute_0"]
+            assert REST_S <= freed[0][0] - last <= 2 * REST_S
+            await worker.run_when_idle(0, int)
+            await asyncio.sleep(20 * REST_S)
+            assert len(freed) == 2
+
+    run_virtual(story())
 
 
 async def test_a_panic_on_the_compute_thread_is_an_error_that_can_be_caught() -> None:
