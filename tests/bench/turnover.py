@@ -22,7 +22,7 @@ from time import perf_counter
 
 from meshllm.names import Digest, GroupId, NodeId
 from meshllm.protocol.agreement.candidates import MeshView
-from meshllm.protocol.agreement.division import assign, shortage
+from meshllm.protocol.agreement.grouping import assign, shortage
 from meshllm.protocol.agreement.groups import UNASSIGNED, groups_of
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import Lifecycle, Profile, StateRecord

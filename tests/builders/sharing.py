@@ -7,7 +7,7 @@ from random import Random
 from meshllm.names import FIRST_GROUP, Digest, GroupId, ModelKey, NodeId
 from meshllm.protocol.agreement.agreement import Agreement, agree
 from meshllm.protocol.agreement.candidates import MeshView
-from meshllm.protocol.agreement.division import divide, ring_of
+from meshllm.protocol.agreement.grouping import group_nodes, ring_of
 from meshllm.protocol.agreement.groups import UNASSIGNED, NodeGroups, groups_of
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import (
@@ -79,8 +79,8 @@ class SharedMesh:
     def _act(self) -> bool:
         """Let nodes do what the records say; return whether all did."""
         view = self.view()
-        parts = dict(divide(view))
-        assert divide(replace(view, me=max(self.memory))) == parts  # the same on every node
+        parts = dict(group_nodes(view))
+        assert group_nodes(replace(view, me=max(self.memory))) == parts  # the same on every node
         if self.turns is None:
             self.parts = parts
             self._forget()
@@ -89,7 +89,7 @@ class SharedMesh:
         acting = [node for node in self.memory if self.turns.random() < ACTS]
         self.turns.shuffle(acting)
         for node in acting:
-            part = divide(self.view()).get(node, NodeGroups(UNASSIGNED))
+            part = group_nodes(self.view()).get(node, NodeGroups(UNASSIGNED))
             begun = part.further.keys() - self._part(node).further.keys()
             self.hidden = {each for each in self.hidden if each[0] != node}
             self.hidden |= {(node, group) for group in begun}

@@ -25,7 +25,7 @@ from meshllm.node.options import ModelOptions
 from meshllm.node.preparation import Preparation
 from meshllm.node.ring.memory import measure
 from meshllm.node.ring.runtime import RingRuntime
-from meshllm.protocol.agreement import division, filling
+from meshllm.protocol.agreement import filling, grouping
 from meshllm.protocol.agreement.candidates import MeshView
 from meshllm.protocol.agreement.group_table import Sizes
 from meshllm.protocol.agreement.groups import REFUSES, NodeGroups, groups_in, groups_of
@@ -272,7 +272,7 @@ async def test_a_replica_shares_a_node_with_another_one(mesh: Mesh, random: str)
 async def test_the_entry_of_two_rings_of_a_model_answers_in_the_one_that_is_named(
     mesh: Mesh, random: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def divide(view: MeshView) -> dict[NodeId, NodeGroups]:
+    def group_nodes(view: MeshView) -> dict[NodeId, NodeGroups]:
         """Let `a` be alone in all rings, as no plan does: it would gain nothing."""
         first, *further = (group.id for group in groups_of(view.charter))
         shares = dict.fromkeys(further, Sizes.of(view.charter).whole)
@@ -288,8 +288,8 @@ async def test_the_entry_of_two_rings_of_a_model_answers_in_the_one_that_is_name
 
     with monkeypatch.context() as forced:
         forced.setattr(RingDirectory, "_find", noted)
-        forced.setattr(planner, "divide", divide)
-        forced.setattr(division, "_sharing", lambda *_: frozenset())
+        forced.setattr(planner, "group_nodes", group_nodes)
+        forced.setattr(grouping, "_sharing", lambda *_: frozenset())
         a = await mesh.start("a", model=random, replicas=2)
         b = await mesh.start("b", join=a.ticket, model=random)
         await both([a, b], lambda node: serving(node) == {(random, 0), (random, 1)})

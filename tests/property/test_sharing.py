@@ -5,7 +5,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshllm.protocol.agreement.division import shortage
+from meshllm.protocol.agreement.grouping import shortage
 from meshllm.protocol.agreement.groups import groups_of
 from tests.builders.sharing import NODES, SharedMesh, served_model, shared_mesh
 

@@ -30,7 +30,7 @@ from unittest.mock import patch
 from meshllm.names import NodeId, Span, short
 from meshllm.node.ring.runtime import RingRuntime
 from meshllm.node.session.text import RingBackend
-from meshllm.protocol.agreement import division
+from meshllm.protocol.agreement import grouping
 from meshllm.protocol.agreement.agreement import Agreement
 from meshllm.protocol.agreement.candidates import MeshView
 from meshllm.protocol.planning.plan import Plan
@@ -78,7 +78,7 @@ class Plans:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Check every plan that nodes compute in the context."""
-        agree: Callable[[MeshView, Agreement | None], Agreement] = vars(division)["agree"]
+        agree: Callable[[MeshView, Agreement | None], Agreement] = vars(grouping)["agree"]
         generate = RingBackend.generate
         follow = RingRuntime.follow
 
@@ -101,7 +101,7 @@ class Plans:
                     yield event
 
         with (
-            patch.object(division, "agree", agreeing),
+            patch.object(grouping, "agree", agreeing),
             patch.object(RingRuntime, "follow", following),
             patch.object(RingBackend, "generate", generating),
         ):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from meshllm.names import GroupId, RingEntry
 from meshllm.node.agreement.ring_member import RingMember
 from meshllm.node.options import ModelOptions
-from meshllm.protocol.agreement.division import divide, shortage
+from meshllm.protocol.agreement.grouping import group_nodes, shortage
 from meshllm.protocol.agreement.groups import UNASSIGNED, NodeGroups, groups_of
 from tests.simulation.checks import Checks
 from tests.simulation.schedule import Schedule
@@ -31,7 +31,7 @@ class RingChecks(Checks):
             view = node.service.first.view()
             if view is None:
                 return f"{number} knows no charter"
-            part = divide(view).get(node.me, NodeGroups(UNASSIGNED))
+            part = group_nodes(view).get(node.me, NodeGroups(UNASSIGNED))
             wanted = [part.first, *sorted(part.further)]
             first, *further = (each.group for each in node.state.members)
             if wanted != [first, *sorted(further)]:

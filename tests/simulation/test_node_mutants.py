@@ -103,7 +103,7 @@ def always_open(*_: object) -> bool:
     return True
 
 
-AGREE = "meshllm.protocol.agreement.division.agree"
+AGREE = "meshllm.protocol.agreement.grouping.agree"
 AGREED = {"tests.simulation.plans.Plans._agreed": nod}  # so that what is looked at later shows
 UNSEEN = {
     **AGREED,

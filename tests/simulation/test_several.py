@@ -66,8 +66,8 @@ def test_seeds_of_fixed_bugs_still_pass(seed: int) -> None:
 @pytest.mark.parametrize(
     ("target", "broken", "fault"),
     [
-        ("meshllm.node.agreement.planner.divide", lambda _: {}, "is in 00, not "),
-        ("meshllm.protocol.agreement.division.ring_of", lambda view: view, "replica 0: "),
+        ("meshllm.node.agreement.planner.group_nodes", lambda _: {}, "is in 00, not "),
+        ("meshllm.protocol.agreement.grouping.ring_of", lambda view: view, "replica 0: "),
     ],
     ids=["nobody moves", "rings of the first model only"],
 )

@@ -1,4 +1,4 @@
-"""The further rings of a node, which serve with a share of its memory, see `division`.
+"""The further rings of a node, which serve with a share of its memory, see `grouping`.
 
 Theory of operation
 -------------------

@@ -6,7 +6,7 @@ In a mesh of several rings a node takes part in that of its group, and in furthe
 memory that this leaves: a `RingMember` for each. One record tells of all of them, whether the node
 is about to leave, what keeps it from work, and which neighbours it leaves out. It also tells which
 models were asked for here within `--keep`, so that a model that nobody uses makes room for one that
-somebody asks for, see `division`.
+somebody asks for, see `grouping`.
 """
 
 import asyncio

@@ -19,9 +19,9 @@ from meshllm.node.offloop import OffLoop
 from meshllm.protocol.agreement.advice import advise
 from meshllm.protocol.agreement.agreement import Agreement
 from meshllm.protocol.agreement.candidates import MeshView
-from meshllm.protocol.agreement.division import (
+from meshllm.protocol.agreement.grouping import (
     agree_on_ring,
-    divide,
+    group_nodes,
     has_several,
     shortage,
 )
@@ -64,10 +64,10 @@ class Planner:
         self._view = view
         self._agreed = agreed
         self._foreseen = foreseen
-        self._divided = divided
+        self._groupd = divided
         self._off_loop = run
         self._to_plan = asyncio.Event()
-        self._to_divide = asyncio.Event()
+        self._to_group = asyncio.Event()
         self._new_agreement = asyncio.Event()
         self._moves = 0  # from one group to another
 
@@ -80,15 +80,15 @@ class Planner:
     def invalidate(self) -> None:
         """Plan again: the input may have changed."""
         self._to_plan.set()
-        self._to_divide.set()
+        self._to_group.set()
 
     async def run(self) -> None:
         """Plan until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._follow(self._to_plan, self._plan))
             group.create_task(self._advise())
-            if self._divided:
-                group.create_task(self._follow(self._to_divide, self._divide))
+            if self._groupd:
+                group.create_task(self._follow(self._to_group, self._group))
 
     async def _follow(self, changed: asyncio.Event, compute: Compute) -> None:
         """Compute with the latest view after each change, until cancelled."""
@@ -114,16 +114,16 @@ class Planner:
         self._new_agreement.set()
         self._agreed()
 
-    async def _divide(self, view: MeshView) -> Callable[[], None]:
+    async def _group(self, view: MeshView) -> Callable[[], None]:
         if not has_several(view):
             return partial(self._take_parts, {}, {})
-        parts = await self._off_loop(divide, view)
+        parts = await self._off_loop(group_nodes, view)
         return partial(self._take_parts, parts, await self._off_loop(shortage, view))
 
     def _take_parts(self, parts: Mapping[NodeId, NodeGroups], lacks: Mapping[GroupId, int]) -> None:
-        assert self._divided is not None  # else there is no task for it
+        assert self._groupd is not None  # else there is no task for it
         self.parts, self.lacks = parts, lacks
-        self._divided()
+        self._groupd()
 
     async def _advise(self) -> None:
         advised: tuple[int, Agreement] | None = None

@@ -83,7 +83,7 @@ class RingMember:
         group: GroupId = FIRST_GROUP,
     ) -> None:
         self.group = group
-        """The ring in which this node takes part; see `division`."""
+        """The ring in which this node takes part; see `grouping`."""
         self.model: ModelRuntime | None = None
         self.runtime: RingRuntime | None = None
         self.agreement: Agreement | None = None

@@ -30,7 +30,7 @@ from meshllm.node.view import OwnRing
 from meshllm.node.weights import WeightFetcher, WeightServer, WeightSupply
 from meshllm.protocol.agreement.agreement import Agreement
 from meshllm.protocol.agreement.candidates import MeshView
-from meshllm.protocol.agreement.division import ring_of
+from meshllm.protocol.agreement.grouping import ring_of
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.mesh import Mesh
 from meshllm.protocol.planning.plan import Plan

@@ -24,7 +24,7 @@ from meshllm.node.agreement.ring_server import NodeParts, RingServer
 from meshllm.node.net.secure import SecureLink
 from meshllm.node.timer import loop_time
 from meshllm.node.view import OwnRing, RingView
-from meshllm.protocol.agreement.division import has_several
+from meshllm.protocol.agreement.grouping import has_several
 from meshllm.protocol.agreement.groups import UNASSIGNED, groups_of, used_models
 from meshllm.protocol.membership.charter import Charter
 

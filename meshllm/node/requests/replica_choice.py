@@ -18,7 +18,7 @@ differ by less than `ALIKE` are alike, since load changes times as well; one who
 counts as fast, and is measured by the next chat. No ring counts as more than `SLOWEST` times as
 slow: the times are what its entry says.
 
-A node may be in several of the rings, see `division`. What it computes for one is in the way of the
+A node may be in several of the rings, see `grouping`. What it computes for one is in the way of the
 others: a ring is as busy as the busiest of its nodes, with the requests of all rings of that node.
 Of rings that are as busy for this reason, the one with the fewest requests of its own is taken.
 

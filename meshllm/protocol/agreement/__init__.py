@@ -1,3 +1,3 @@
 """Agreement: every node derives the same plan from the gossiped records."""
 
-__all__ = ["advice", "agreement", "candidates", "division", "groups", "takeover", "trial"]
+__all__ = ["advice", "agreement", "candidates", "grouping", "groups", "takeover", "trial"]

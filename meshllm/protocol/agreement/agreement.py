@@ -17,7 +17,7 @@ layers, see `continuity`, if the best plan gains no more than `GAIN`, or the bes
 serves on while no other plan exists. Otherwise a better plan waits until the entry has no session
 that the change would hurt, and it must be faster by `GAIN`, or satisfy a constraint of the charter
 (exclude, prefer, members, fixed spans) that the incumbent violates, or be without a node whose
-share of the ring ends, see `division`. Where no ring satisfies what a
+share of the ring ends, see `grouping`. Where no ring satisfies what a
 member set of these, the founder's values count, see `Charter.eased`. A first plan reports how many
 of the requested members are missing: nodes that follow it wait for them for a while, to avoid
 loading layers for rings that are soon replaced. A better plan waits until its nodes have their
@@ -29,7 +29,7 @@ followed: a given set of items never makes plans flap. The epoch of a new plan e
 epoch, even those of departed nodes, unless it is absurd, see `followed_plans`. Standbys are not
 part of a plan's bytes, because they may come and go without changing the ring.
 
-In a mesh of several rings, see `division`, each node agrees on the plan of its own: a plan uses the
+In a mesh of several rings, see `grouping`, each node agrees on the plan of its own: a plan uses the
 nodes of one group, and is followed by them alone. Who is alive is a question of all links.
 
 A node that does not understand some part of the charter agrees to no plan, publishes this obstacle

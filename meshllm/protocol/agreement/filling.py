@@ -1,4 +1,4 @@
-"""Filling groups: they take nodes and shares until they are complete, see `division`."""
+"""Filling groups: they take nodes and shares until they are complete, see `grouping`."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

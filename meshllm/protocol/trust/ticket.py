@@ -54,7 +54,7 @@ class Ticket:
     """Addresses of the inviter, likeliest first."""
     role: Role
     expires_s: int
-    """Seconds since 1970; 0 means never. The user of the ticket checks it."""
+    """Seconds since 1970; 0 means never. The joiner checks it, and the inviter its own copy."""
     secret: bytes = field(repr=False)
 
     def __post_init__(self) -> None:

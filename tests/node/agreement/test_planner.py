@@ -9,11 +9,11 @@ import pytest
 
 from meshllm.node.agreement import planner as module
 from meshllm.node.agreement.planner import Planner
-from meshllm.protocol.agreement import division
+from meshllm.protocol.agreement import grouping
 from meshllm.protocol.agreement.advice import advise
 from meshllm.protocol.agreement.agreement import Agreement, agree
 from meshllm.protocol.agreement.candidates import MeshView
-from meshllm.protocol.agreement.division import divide, ring_of, shortage
+from meshllm.protocol.agreement.grouping import group_nodes, ring_of, shortage
 from meshllm.protocol.agreement.takeover import takeover
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.trust.identity import NodeKey
@@ -26,7 +26,7 @@ A, B = (NodeKey(bytes([n]) * 32).node for n in range(2))
 T = TypeVar("T")
 
 PLAN_S = 1.0
-DIVIDE_S = 2.5
+GROUPING_S = 2.5
 
 
 class Case:
@@ -48,7 +48,7 @@ class Case:
 
     async def think(self, function: Callable[..., T], /, *args: Any) -> T:
         self.jobs.append(function)
-        await asyncio.sleep({divide: DIVIDE_S, shortage: 0.0}.get(function, PLAN_S))
+        await asyncio.sleep({group_nodes: GROUPING_S, shortage: 0.0}.get(function, PLAN_S))
         return function(*args)
 
     def learn(self, world: int) -> None:
@@ -133,8 +133,8 @@ def test_groups_are_computed_beside_the_agreement() -> None:
             await asyncio.sleep(5)
 
         assert [at for at, _ in case.told] == [PLAN_S]
-        assert case.divided_at == [DIVIDE_S]
-        assert case.planner.parts == divide(view)
+        assert case.divided_at == [GROUPING_S]
+        assert case.planner.parts == group_nodes(view)
         assert case.planner.parts
 
     run_virtual(story())
@@ -164,11 +164,11 @@ def test_an_agreement_does_not_wait_for_groups_of_older_records() -> None:
             case.share(700)
             await asyncio.sleep(PLAN_S + 0.1)
             view = case.share(900)
-            await asyncio.sleep(2 * DIVIDE_S)
+            await asyncio.sleep(2 * GROUPING_S)
 
         assert [at for at, _ in case.told] == [PLAN_S, 2 * PLAN_S + 0.1]
-        assert case.divided_at == [2 * DIVIDE_S]  # the first result was dropped
-        assert case.planner.parts == divide(view)
+        assert case.divided_at == [2 * GROUPING_S]  # the first result was dropped
+        assert case.planner.parts == group_nodes(view)
 
     run_virtual(story())
 
@@ -182,9 +182,9 @@ def test_without_several_models_there_are_no_groups() -> None:
             case.learn(0)
             await asyncio.sleep(5)
 
-        assert case.divided_at == [DIVIDE_S, 5.0]
+        assert case.divided_at == [GROUPING_S, 5.0]
         assert case.planner.parts == {}
-        assert case.jobs.count(divide) == 1
+        assert case.jobs.count(group_nodes) == 1
 
     run_virtual(story())
 
@@ -198,7 +198,7 @@ def test_the_planner_of_a_further_ring_computes_no_groups() -> None:
             await asyncio.sleep(5)
 
         assert len(case.told) == 1
-        assert divide not in case.jobs
+        assert group_nodes not in case.jobs
 
     run_virtual(story())
 
@@ -264,8 +264,8 @@ async def test_planning_and_advice_run_off_the_event_loop() -> None:
         return note
 
     with (
-        patch.object(division, "ring_of", noting(ring_of)),
-        patch.object(division, "agree", noting(agree)),
+        patch.object(grouping, "ring_of", noting(ring_of)),
+        patch.object(grouping, "agree", noting(agree)),
         patch.object(module, "advise", noting(advise)),
         patch.object(module, "QUIET_S", 0.0),
     ):
@@ -292,7 +292,7 @@ def test_a_bug_ends_the_planner() -> None:
         case.planner.invalidate()
         await case.planner.run()
 
-    with patch.object(division, "agree", fail), pytest.raises(ExceptionGroup) as raised:
+    with patch.object(grouping, "agree", fail), pytest.raises(ExceptionGroup) as raised:
         run_virtual(story())
 
     assert raised.group_contains(ValueError, match="a bug")

@@ -11,15 +11,15 @@ from meshllm.names import FIRST_GROUP, Digest, GroupId, ModelKey, NodeId, Quant,
 from meshllm.protocol.agreement import replica_gain
 from meshllm.protocol.agreement.agreement import agree
 from meshllm.protocol.agreement.candidates import MeshView
-from meshllm.protocol.agreement.division import (
+from meshllm.protocol.agreement.filling import Filling
+from meshllm.protocol.agreement.grouping import (
     agree_on_ring,
     assign,
-    divide,
+    group_nodes,
     has_several,
     ring_of,
     shortage,
 )
-from meshllm.protocol.agreement.filling import Filling
 from meshllm.protocol.agreement.groups import (
     REFUSES,
     UNASSIGNED,
@@ -172,7 +172,7 @@ def test_groups_that_take_a_node_from_each_other_in_turn_stop(
             assert len(fills) < 9, "it goes on without end"
 
     monkeypatch.setattr(Filling, "fill", take)
-    divided = divide(mesh.view())
+    divided = group_nodes(mesh.view())
 
     assert divided[NODES[0]].first == fills[-1]
 
@@ -844,11 +844,11 @@ def test_a_node_that_refuses_a_ring_has_no_share_of_it() -> None:
     refused = replace(state, further=(RingMembership(other, obstacle=REFUSES),))
     profile = replace(view.profiles[at], shares=())
     states, profiles = {**view.states, at: refused}, {**view.profiles, at: profile}
-    found = divide(replace(view, states=states, profiles=profiles))
+    found = group_nodes(replace(view, states=states, profiles=profiles))
 
     assert found[at].further == {}
     assert [other in part.further for node, part in found.items() if node != at] == [True]
-    assert divide(view)[at].further == mesh.parts[at].further
+    assert group_nodes(view)[at].further == mesh.parts[at].further
 
 
 def test_a_node_takes_part_in_its_first_ring_whatever_obstacle_it_tells() -> None:
@@ -865,13 +865,13 @@ def test_a_share_begins_once_the_ring_serves() -> None:
     mesh = shared_mesh({0: 700}, served_model(0, 3), served_model(1, 3))
     mesh.parts = {NODES[0]: NodeGroups(FIRST_GROUP)}
 
-    assert divide(mesh.view()) == {NODES[0]: NodeGroups(FIRST_GROUP)}
+    assert group_nodes(mesh.view()) == {NODES[0]: NodeGroups(FIRST_GROUP)}
     plan = ring("m0", (NODES[0], 0, 3))
     mesh.followed[NODES[0], FIRST_GROUP] = plan
     loading = mesh.view()
     states = {at: replace(state, is_loaded=False) for at, state in loading.states.items()}
-    assert not divide(replace(loading, states=states))[NODES[0]].further
-    assert divide(loading)[NODES[0]].further
+    assert not group_nodes(replace(loading, states=states))[NODES[0]].further
+    assert group_nodes(loading)[NODES[0]].further
 
 
 def test_shares_of_several_nodes_complete_a_group() -> None:
@@ -908,14 +908,14 @@ def test_a_share_that_is_not_published_yet_leaves_those_that_are() -> None:
     mesh = shared_mesh({0: 1200}, served_model(0, 3), served_model(1, 3), served_model(2, 3))
     mesh.settle()
     view, at = mesh.view(), NODES[0]
-    part, shares = divide(view)[at], view.profiles[at].shares
+    part, shares = group_nodes(view)[at], view.profiles[at].shares
     first, others = part.first, sorted(part.further)
     assert len(shares) == 2
 
     # The later one has all that the first ring leaves; the earlier one is still being measured.
     for left in (sum(each.memory_bytes for each in shares), 890):
         only = replace(view.profiles[at], shares=(replace(shares[1], memory_bytes=left),))
-        told = divide(replace(view, profiles={at: only}))[at]
+        told = group_nodes(replace(view, profiles={at: only}))[at]
 
         assert told.first == first
         assert told.further == {others[0]: 890 - left, others[1]: left}
@@ -926,7 +926,7 @@ def test_a_share_that_is_not_published_yet_is_what_is_left() -> None:
     other = ids_of(mesh)[1]
     mesh.parts = {NODES[0]: NodeGroups(FIRST_GROUP, {other: 0})}
 
-    assert divide(mesh.view()) == {NODES[0]: NodeGroups(FIRST_GROUP, {other: 310})}
+    assert group_nodes(mesh.view()) == {NODES[0]: NodeGroups(FIRST_GROUP, {other: 310})}
 
 
 def test_a_share_that_is_not_published_yet_leaves_layers_of_a_ring_that_others_leave() -> None:
@@ -936,11 +936,11 @@ def test_a_share_that_is_not_published_yet_leaves_layers_of_a_ring_that_others_l
     mesh.parts = {NODES[0]: NodeGroups(first, {other: 0}), NODES[1]: NodeGroups(first)}
     mesh.followed = {(node, first): both for node in mesh.parts}
 
-    sizes = [divide(mesh.view())[NODES[0]].further]
+    sizes = [group_nodes(mesh.view())[NODES[0]].further]
     mesh.parts[NODES[1]] = NodeGroups(other)  # has moved first: the plan is not in force any more
     mesh.followed.pop((NODES[1], first))
     assert not plans_in_force(mesh.view())
-    sizes.append(divide(mesh.view())[NODES[0]].further)
+    sizes.append(group_nodes(mesh.view())[NODES[0]].further)
 
     assert sizes == [{other: 390}] * 2  # the first ring has 310
 
@@ -966,12 +966,12 @@ def test_a_share_that_a_ring_does_not_use_ends_when_others_suffice() -> None:
     mesh.memory[NODES[1]] = 400
     mesh.parts[NODES[1]] = NodeGroups(other)
 
-    assert divide(mesh.view())[NODES[0]].further  # the ring works with it
+    assert group_nodes(mesh.view())[NODES[0]].further  # the ring works with it
     of_other = ring_of(replace(mesh.view(), group=other))
     assert of_other is not None
     assert not of_other.ending
     mesh.plans[other] = mesh.followed[NODES[1], other] = ring("m1", (NODES[1], 0, 3), epoch=9)
-    assert divide(mesh.view()) == {NODES[0]: NodeGroups(first), NODES[1]: NodeGroups(other)}
+    assert group_nodes(mesh.view()) == {NODES[0]: NodeGroups(first), NODES[1]: NodeGroups(other)}
 
 
 def test_a_share_of_a_model_that_is_stopped_ends() -> None:
@@ -979,7 +979,7 @@ def test_a_share_of_a_model_that_is_stopped_ends() -> None:
     mesh.charter = replace(mesh.charter, models=())
 
     assert has_several(mesh.view())
-    assert divide(mesh.view()) == {NODES[0]: NodeGroups(FIRST_GROUP)}
+    assert group_nodes(mesh.view()) == {NODES[0]: NodeGroups(FIRST_GROUP)}
 
 
 def test_a_node_whose_first_model_is_stopped_has_its_first_share_as_first_group() -> None:
@@ -989,7 +989,7 @@ def test_a_node_whose_first_model_is_stopped_has_its_first_share_as_first_group(
     mesh.charter = replace(served_model(2, 1), models=(other,))
     mesh.parts[NODES[0]] = NodeGroups(GroupId(b"\7" * 9), parts.further)
 
-    assert divide(mesh.view())[NODES[0]].first == ids_of(mesh)[1]
+    assert group_nodes(mesh.view())[NODES[0]].first == ids_of(mesh)[1]
 
 
 def test_a_group_that_lost_a_node_keeps_its_shares_until_another_becomes_complete_by_them() -> None:
@@ -1299,7 +1299,7 @@ def test_a_share_whose_ring_is_broken_ends_when_it_is_not_needed() -> None:
     gone = ring("m0", (NODES[1], 0, 3), (NODES[2], 3, 6), (NODES[0], 6, 12), epoch=9)
     mesh.followed[NODES[1], replica] = mesh.followed[NODES[0], replica] = gone
 
-    assert divide(mesh.view()) == {NODES[0]: NodeGroups(first), NODES[1]: NodeGroups(replica)}
+    assert group_nodes(mesh.view()) == {NODES[0]: NodeGroups(first), NODES[1]: NodeGroups(replica)}
 
 
 def test_of_two_shares_that_each_suffice_the_one_in_use_stays() -> None:
@@ -1313,7 +1313,7 @@ def test_of_two_shares_that_each_suffice_the_one_in_use_stays() -> None:
 
         mesh.parts[NODES[1 - used]] = NodeGroups(first, {replica: size})
 
-        assert divide(mesh.view()) == kept
+        assert group_nodes(mesh.view()) == kept
 
 
 def test_a_node_that_helps_little_leaves_a_share_as_it_is() -> None:
@@ -1334,7 +1334,7 @@ def test_a_share_that_a_replica_does_not_use_ends() -> None:
         "m0", (NODES[1], 0, 12), epoch=9
     )
 
-    assert divide(mesh.view()) == {NODES[0]: NodeGroups(first), NODES[1]: NodeGroups(replica)}
+    assert group_nodes(mesh.view()) == {NODES[0]: NodeGroups(first), NODES[1]: NodeGroups(replica)}
 
 
 def test_the_first_replica_takes_back_a_node_that_shares_its_memory() -> None:
@@ -1346,7 +1346,7 @@ def test_the_first_replica_takes_back_a_node_that_shares_its_memory() -> None:
         (NODES[0], second): whole, (NODES[0], third): half, (NODES[1], third): half
     }  # fmt: skip
 
-    assert divide(mesh.view())[NODES[0]].first == first
+    assert group_nodes(mesh.view())[NODES[0]].first == first
     mesh.settle()
     assert spans_of(mesh) == {0: WHOLE, 1: [(1, "0:6"), (0, "6:12")]}
 
@@ -1359,12 +1359,12 @@ def test_a_share_that_is_not_published_yet_is_found_again() -> None:
     assert mesh.parts == wanted
 
     mesh.hidden = {(NODES[0], replica)}
-    assert divide(mesh.view()) == wanted
+    assert group_nodes(mesh.view()) == wanted
     mesh.parts[NODES[1]] = NodeGroups(first)  # which has not moved yet
     mesh.followed[NODES[1], first] = mesh.followed[NODES[0], first]
-    assert divide(mesh.view()) == wanted
+    assert group_nodes(mesh.view()) == wanted
     mesh.hidden.clear()
-    assert divide(mesh.view()) == wanted
+    assert group_nodes(mesh.view()) == wanted
 
 
 def test_a_node_is_the_entry_of_one_ring_of_a_model() -> None:
@@ -1412,12 +1412,12 @@ def test_a_share_that_is_not_published_waits_until_the_own_node_has_measured_lay
     mesh = sharing()
     replica = ids_of(mesh)[1]
     before, mesh.unmeasured = dict(mesh.parts), {NODES[1]}
-    assert divide(mesh.view()) == before  # decided once
+    assert group_nodes(mesh.view()) == before  # decided once
 
     mesh.hidden = {(NODES[0], replica)}
-    assert divide(mesh.view())[NODES[0]] == NodeGroups(FIRST_GROUP)
+    assert group_nodes(mesh.view())[NODES[0]] == NodeGroups(FIRST_GROUP)
     mesh.unmeasured = set()
-    assert divide(mesh.view()) == before
+    assert group_nodes(mesh.view()) == before
 
 
 def test_a_longer_ring_counts_only_if_measured_nodes_can_make_it() -> None:
@@ -1429,7 +1429,7 @@ def test_a_longer_ring_counts_only_if_measured_nodes_can_make_it() -> None:
     mesh.followed = {(at, first): plan for at in mesh.memory}
     mesh.unmeasured = {NODES[0]}
 
-    found = divide(mesh.view())
+    found = group_nodes(mesh.view())
 
     assert found[NODES[2]] == NodeGroups(replica)
     assert list(found[NODES[1]].further) == [replica]
@@ -1448,7 +1448,7 @@ def test_a_replica_must_give_more_than_the_longer_ring_that_the_policy_makes(
     mesh.parts = {at: NodeGroups(first) for at in mesh.memory}
     mesh.followed = {(at, first): plan for at in mesh.memory}
 
-    found = divide(mesh.view())
+    found = group_nodes(mesh.view())
 
     assert found[NODES[2]].first == (replica if is_shared else first)
     assert found[NODES[0]].further == ({replica: 300} if is_shared else {})
@@ -1470,7 +1470,7 @@ def crowd(monkeypatch: pytest.MonkeyPatch, layer_s: float) -> list[int]:
         return plan_ring(charter, offers, *others)
 
     monkeypatch.setattr(replica_gain, "plan_ring", count)
-    divide(mesh.view())
+    group_nodes(mesh.view())
     return planned
 
 

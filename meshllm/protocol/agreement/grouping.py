@@ -2,10 +2,12 @@
 
 Theory of operation
 -------------------
+Begin to read at `group_nodes`; `agree_on_ring` is what plans the ring of one group.
+
 A mesh has a group of nodes for each replica of each model in its charter, and a ring per group. A
 node takes part in one group, its first, and in further ones with memory that this one leaves, which
-its state tells. Every node computes `divide` from the same records, and moves itself if the result
-names other groups than its own. There is no vote.
+its state tells. Every node computes `group_nodes` from the same records, and moves itself if the
+result names other groups than its own. There is no vote.
 
 The groups are in a fixed order: each model once, then each a second time, and so on. A group is
 *complete* if its nodes have the memory for the layers, one of them may be the entry, and, where
@@ -83,15 +85,15 @@ _NOBODY = NodeId(bytes(NODE_ID_BYTES))  # where no node may be the entry: none m
 
 def assign(view: MeshView) -> Mapping[NodeId, GroupId]:
     """Return the first group of each living node that can hold layers; the same on every node."""
-    return {node: part.first for node, part in divide(view).items()}
+    return {node: part.first for node, part in group_nodes(view).items()}
 
 
-def divide(view: MeshView) -> Mapping[NodeId, NodeGroups]:
+def group_nodes(view: MeshView) -> Mapping[NodeId, NodeGroups]:
     """Return the groups of each living node that can hold layers; the same on every node."""
-    bound = _divide(view)
+    bound = _group(view)
     eased = _yielding(view, bound)
     while eased:  # ends: there are fewer each time
-        table = _divide(view, eased)
+        table = _group(view, eased)
         if not (lacking := eased & table.lacks().keys()):
             return table.parts()
         eased -= lacking
@@ -106,7 +108,7 @@ def _yielding(view: MeshView, table: GroupTable) -> frozenset[GroupId]:
     return frozenset(each.id for each in table.groups if not each.replica and each.id in lacks)
 
 
-def _divide(view: MeshView, eased: frozenset[GroupId] = frozenset()) -> Filling:
+def _group(view: MeshView, eased: frozenset[GroupId] = frozenset()) -> Filling:
     """Move nodes until nothing changes; terms of members do not hold for the groups ``eased``.
 
     Groups that take the same nodes from each other in turn stop where that begins again.
