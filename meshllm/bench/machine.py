@@ -49,7 +49,7 @@ def lines_of(about: About) -> list[str]:
 
 def processor() -> str:
     """Name this machine's processor and the instructions that kernels use."""
-    model, _, features, _ = jit.machine()
+    model, _, features, *_ = jit.machine()
     found = [name for name in FEATURES if f"+{name}" in features.split(",")]
     name = f"{model.partition(':')[2].strip() or model}, {os.cpu_count()} cores"
     return f"{name}: {' '.join(found)}" if found else name

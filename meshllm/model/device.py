@@ -56,9 +56,10 @@ def name_of(device: torch.device) -> str:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return whether an allocation failed; torch raises a plain `RuntimeError` on a CPU."""
-    is_torch = isinstance(error, RuntimeError) and "allocate" in str(error)
-    return is_torch or isinstance(error, MemoryError | torch.OutOfMemoryError)
+    """Return whether an allocation failed, for which torch often raises a plain `RuntimeError`."""
+    text = str(error) if isinstance(error, RuntimeError) else ""
+    is_told = any(each in text for each in ("allocate", "bad_alloc", "out of memory"))
+    return is_told or isinstance(error, MemoryError | torch.OutOfMemoryError)
 
 
 def free_bytes(device: torch.device) -> int:

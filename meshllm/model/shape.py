@@ -163,7 +163,8 @@ def _unmap_code() -> None:
     if sys.platform != "linux":
         return
     advise = ctypes.CDLL(None).madvise
-    with suppress(psutil.Error, OSError, ValueError, AttributeError):  # where maps cannot be read
+    unreadable = psutil.Error, OSError, ValueError, AttributeError, MemoryError
+    with suppress(*unreadable):  # the list of areas
         for area in psutil.Process().memory_maps(grouped=False):
             is_code = area.path.startswith("/") and "x" in area.perms and "w" not in area.perms
             if is_code and not (area.anonymous or area.swap):

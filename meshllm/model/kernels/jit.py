@@ -170,12 +170,16 @@ def has_cpu_feature(*features: str) -> bool:
 
 @cache
 def machine() -> tuple[str, ...]:
-    """Return what identifies the CPU in cache keys of measurements: its model and features."""
+    """Return what identifies this machine in cache keys of measurements.
+
+    The model and features of its CPU, and whether this process may compile kernels for it.
+    """
     model = platform.processor()
     with suppress(OSError):  # not on Linux: there LLVM's name says more
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
         model = next((line for line in lines if line.startswith("model name")), model)
-    return model, *processor(), torch.backends.cpu.get_cpu_capability()
+    kernels = "compiled kernels" if jit_available() else "no compiled kernels"
+    return model, *processor(), torch.backends.cpu.get_cpu_capability(), kernels
 
 
 @cache
@@ -306,13 +310,17 @@ def _named(
 
 @cache
 def jit_available() -> bool:
-    """Whether memory can be made executable; on a hardened system LLVM would crash."""
+    """Whether memory can be made executable; on a hardened system LLVM would crash.
+
+    If not, oneDNN, which compiles its kernels too, is disabled: torch has others.
+    """
     if os.name != "posix":
         return True
     with mmap.mmap(-1, mmap.PAGESIZE) as page:
         is_allowed = make_executable(page)
     if not is_allowed:
         logger.warning("no compiled kernels: %s", _NOT_EXECUTABLE)
+        torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]
     return is_allowed
 
 

@@ -407,7 +407,7 @@ def choose_steps(
         steps = _on_cpu(shard, whole, frozenset((1, *counts)), trial)
     except (NotInvariant, NotReplayable, *PROBE_ERRORS) as error:
         restore_modules(shard.model)
-        if is_out_of_memory(error):  # stock steps would run out of it later
+        if device == CPU and is_out_of_memory(error):  # a GPU may have enough for stock steps
             raise
         reason = (
             str(error) if isinstance(error, NotInvariant) else f"{type(error).__name__}: {error}"

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from meshllm.model.device import CPU, name_of, to_device, to_host
 from meshllm.model.json_cache import load_cached, model_code, store_cached
-from meshllm.model.kernels.jit import jit_available, machine
+from meshllm.model.kernels.jit import machine
 from meshllm.model.modules.linear_bf16 import MOST_ROWS
 from meshllm.model.modules.quant_linear import QuantLinear
 from meshllm.model.pauses import pause
@@ -117,7 +117,6 @@ def trial_key(config: Any, device: torch.device, *what: str | float) -> tuple[st
         transformers.__version__,
         torch.__version__,
         name_of(device),
-        jit_available(),
         *machine(),
     )
 

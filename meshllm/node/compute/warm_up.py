@@ -44,6 +44,8 @@ class WarmUp:
                 logger.warning("warm-up ended: %s: %s", type(error).__name__, error)
                 logger.debug("traceback of the warm-up", exc_info=error)
         self._done.set()
+        for worker, _ in self._ranks:
+            worker.reclaim_later()
 
 
 def _step(steps: Iterator[None], allowance: Allowance) -> bool:

@@ -25,6 +25,7 @@ from weakref import ref
 
 import torch
 
+from meshllm.model.kernels.jit import jit_available
 from meshllm.model.pauses import pausing
 from meshllm.model.shape import reclaim
 from meshllm.node.compute.allowance import Allowance
@@ -37,7 +38,7 @@ WATCH_S = 1.0  # s between two looks at the running function,
 WATCH_LEAST_S = 0.05  # or less, if it reaches its limit before
 LATE_S = 0.5  # s by which a look is late only if this process was stopped, not if it is busy
 REST_S = 5.0
-"""s without any computation before unused memory is returned to the system."""
+"""s without computation before unused memory is returned to the system."""
 SHORTEST_S = 0.001  # s of a wait; a shorter one may end, by rounding, before its time
 TRIAL_BYTES = 64 << 20  # of the matrix of `calibrate`
 TRIALS = 20  # products; long enough to meet another program's time slice, a few ms
@@ -82,7 +83,7 @@ class Worker:
         self._latest: Callable[[], Future[Any] | None] = lambda: None
         self._last_used = 0.0  # loop time when a function was last submitted or running
         self._idle_lock = asyncio.Lock()
-        self._has_worked = asyncio.Event()  # something was submitted since memory was reclaimed
+        self._has_worked = asyncio.Event()  # since memory was reclaimed
         self._running: tuple[float, float] | None = None  # start and limit of the running function
         self._excused = 0.0, 0.0  # the start of a function, and seconds to add to its limit
         self._wakes_at = inf  # when `sleep` returns; later if this process is stopped
@@ -135,7 +136,9 @@ class Worker:
         self._note_use()
         future = self._executor.submit(self._pausable, work)
         self._latest = ref(future)  # weak: its result may be model weights
-        return await asyncio.wrap_future(future)
+        result = await asyncio.wrap_future(future)
+        self._note_use()  # steps may have run in its pauses
+        return result
 
     @contextmanager
     def expected(
@@ -214,31 +217,29 @@ class Worker:
 
         It runs after ``idle_s`` seconds in which nothing else ran; one such function at a time.
         """
+        loop = asyncio.get_running_loop()
         async with self._idle_lock:
             await self._until_idle(idle_s)
-            try:
-                return await self._run_idle(function, *args)
-            finally:
-                self._has_worked.set()
+            return await loop.run_in_executor(self._executor, self._pausable, function, *args)
 
     async def reclaim_after_work(self) -> None:
-        """Return unused memory to the system after work, once nothing ran for `REST_S`."""
+        """Return unused memory to the system whenever nothing has run for `REST_S` after work.
+
+        Low-priority functions do not count as work, see `reclaim_later`.
+        """
         while True:
             await self._has_worked.wait()
-            while self._has_worked.is_set():
-                self._has_worked.clear()
-                await asyncio.sleep(REST_S)
-                await self._until_idle(REST_S)
-            await self._run_idle(reclaim)
+            await self._until_idle(REST_S)
+            self._has_worked.clear()
+            await self.run_when_idle(0, reclaim)
+
+    def reclaim_later(self) -> None:
+        """Return unused memory to the system as after work."""
+        self._has_worked.set()
 
     async def _until_idle(self, idle_s: float) -> None:
         while (left := self._last_busy(loop_time()) + idle_s - loop_time()) > 0:  # noqa: ASYNC110
             await asyncio.sleep(max(left, SHORTEST_S))
-
-    async def _run_idle(self, function: Callable[..., T], *args: Any) -> T:
-        """Run a function that does not count as use."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._executor, self._pausable, function, *args)
 
     def _note_use(self) -> None:
         self._last_used = loop_time()
@@ -263,6 +264,7 @@ async def compute_thread(threads: int = 1) -> AsyncIterator[Worker]:
     """
 
     def begin() -> None:
+        jit_available()  # else torch must not compile kernels, either
         torch.set_num_threads(threads)
         torch.set_grad_enabled(False)
 
@@ -276,6 +278,9 @@ async def compute_thread(threads: int = 1) -> AsyncIterator[Worker]:
         reclaiming.cancel()
         executor.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(executor.shutdown)
+        await asyncio.wait([reclaiming])
+        if not reclaiming.cancelled():
+            reclaiming.result()  # a bug
         torch.set_num_threads(before)
 
 

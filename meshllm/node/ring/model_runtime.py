@@ -214,6 +214,7 @@ class ModelRuntime:
             await worker.run(self._loader.load_ahead, part)
         else:
             await worker.run_when_idle(PRELOAD_IDLE_S, self._loader.load_ahead, part)
+            worker.reclaim_later()
 
     async def release_ahead(self) -> None:
         """Release what was loaded for a plan that may follow."""

@@ -259,6 +259,16 @@ def test_kernels_compile_where_the_system_allows_it() -> None:
     assert jit.jit_available() or is_forbidden or may_forbid
 
 
+def test_measurements_hold_only_where_kernels_may_be_compiled_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def identity(*, is_available: bool) -> tuple[str, ...]:
+        monkeypatch.setattr(jit, "jit_available", lambda: is_available)
+        return jit.machine.__wrapped__()
+
+    assert identity(is_available=True) != identity(is_available=False)
+
+
 @pytest.mark.skipif(
     sys.platform != "linux" or platform.machine() != "x86_64", reason="flags of Linux on x86-64"
 )
@@ -290,13 +300,15 @@ before = libraries()
 team = jit.openmp_parallel()
 print(team is not None, libraries() - before)
 
-from meshllm.model.steps.attention import decode_attention
+from meshllm.model.steps.attention import decode_attention, prefill_attention
 from meshllm.model.modules.quant_kernels import kernel
 from meshllm.names import Quant
 if ctypes.CDLL(None).prctl(65, 1, 0, 0, 0):  # PR_SET_MDWE, Linux 6.3
     raise SystemExit
 x = torch.ones(1, 1, 3, 16)
 print(jit.jit_available(), decode_attention(x, x, x, 1.0).sum().item())
+half = torch.ones(1, 8, 40, 64, dtype=torch.bfloat16)
+print((half @ half.mT)[0, 0, 0, 0].item(), prefill_attention(half, half, half, 1.0).sum().item())
 print(*jit.limits())
 try:
     kernel(Quant.INT8)
@@ -323,8 +335,9 @@ def test_finding_torchs_threads_loads_no_library(told: list[str]) -> None:
 def test_a_system_that_forbids_executable_memory_is_detected(told: list[str]) -> None:
     if not told[1:]:
         pytest.skip("this kernel does not support it")
-    first, limit, second = told[1:]
+    first, prompt, limit, second = told[1:]
     assert first == "False 48.0"
+    assert prompt == "64.0 20480.0"
     assert limit == "no compiled kernels: this system forbids executable memory"
     assert second.startswith("ModelError No int8 kernel on this machine")
     assert second.endswith("this system forbids executable memory")

@@ -22,15 +22,13 @@ def expected(scores: Tensor, rows: int, window: int | None) -> Tensor:
     return scores.double().masked_fill(hidden, -torch.inf).softmax(1)
 
 
-@pytest.fixture(params=["compiled", "torch"])
-def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What computes it; torch does where no memory can be made executable."""
+@pytest.fixture(autouse=True, params=["compiled", "torch"])
+def _by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch compute it, too, as where no memory can be made executable."""
     if request.param == "torch":
         monkeypatch.setattr(jit, "jit_available", lambda: False)
-    return str(request.param)
 
 
-@pytest.mark.usefixtures("by")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("window", [None, 1, 7, 40])
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from meshllm.node.compute.worker import (
     LOAD_HANG_S,
     REST_S,
     SHORT_HANG_S,
+    SHORTEST_S,
     WATCH_LEAST_S,
     calibrate,
     compute_thread,
@@ -269,12 +270,29 @@ def test_unused_memory_is_returned_once_after_each_stretch_of_work(
             assert not freed
             await asyncio.sleep(20 * REST_S)
             assert [by for _, by in freed] == ["compute_0"]
-            assert REST_S <= freed[0][0] - last <= 2 * REST_S
+            assert freed[0][0] == pytest.approx(last + REST_S, abs=0.01)
             await worker.run_when_idle(0, int)
             await asyncio.sleep(20 * REST_S)
+            assert len(freed) == 1
+            worker.reclaim_later()
+            await asyncio.sleep(SHORTEST_S)
             assert len(freed) == 2
 
     run_virtual(story())
+
+
+def test_a_bug_in_reclaiming_memory_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise LookupError("a bug")
+
+    async def story() -> None:
+        monkeypatch.setattr(module, "reclaim", fail)
+        async with compute_thread() as worker:
+            await worker.run(int)
+            await asyncio.sleep(2 * REST_S)
+
+    with pytest.raises(LookupError, match="a bug"):
+        run_virtual(story())
 
 
 async def test_a_panic_on_the_compute_thread_is_an_error_that_can_be_caught() -> None:
