@@ -44,14 +44,14 @@ class Planner:
         agreed: Callable[[], None],
         run: OffLoop,
         foreseen: Callable[[Plan | None], None] = lambda _: None,
-        divided: Callable[[], None] | None = None,
+        grouped: Callable[[], None] | None = None,
     ) -> None:
         """Take snapshots from ``view``, which returns None before there is a charter.
 
         ``agreed`` is called after each change of `agreement`, and ``foreseen`` later with the plan
-        of the loss that this node prepares for. ``divided`` is called after each change of `parts`
+        of the loss that this node prepares for. ``grouped`` is called after each change of `parts`
         and `lacks`: the planner of the first ring of a node computes them, that of a further one,
-        without ``divided``, does not.
+        without ``grouped``, does not.
         """
         self.agreement: Agreement | None = None
         """The latest of the group of this node; None before the first."""
@@ -64,7 +64,7 @@ class Planner:
         self._view = view
         self._agreed = agreed
         self._foreseen = foreseen
-        self._groupd = divided
+        self._grouped = grouped
         self._off_loop = run
         self._to_plan = asyncio.Event()
         self._to_group = asyncio.Event()
@@ -87,7 +87,7 @@ class Planner:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._follow(self._to_plan, self._plan))
             group.create_task(self._advise())
-            if self._groupd:
+            if self._grouped:
                 group.create_task(self._follow(self._to_group, self._group))
 
     async def _follow(self, changed: asyncio.Event, compute: Compute) -> None:
@@ -121,9 +121,9 @@ class Planner:
         return partial(self._take_parts, parts, await self._off_loop(shortage, view))
 
     def _take_parts(self, parts: Mapping[NodeId, NodeGroups], lacks: Mapping[GroupId, int]) -> None:
-        assert self._groupd is not None  # else there is no task for it
+        assert self._grouped is not None  # else there is no task for it
         self.parts, self.lacks = parts, lacks
-        self._groupd()
+        self._grouped()
 
     async def _advise(self) -> None:
         advised: tuple[int, Agreement] | None = None

@@ -81,12 +81,12 @@ class RingServer:
         parts: NodeParts,
         member: RingMember,
         offer: NodeOffer,
-        divided: Callable[[], None] | None = None,
+        grouped: Callable[[], None] | None = None,
         memory: int | None = None,
     ) -> None:
         """Serve the ring of a member.
 
-        In the first ring of a node ``divided`` is called whenever its groups were computed.
+        In the first ring of a node ``grouped`` is called whenever its groups were computed.
         """
         self.member = member
         self.offer = offer
@@ -101,7 +101,7 @@ class RingServer:
             parts.off_loop,
         )
         self.supply = WeightSupply(parts.machine.me, fetcher, self, parts.off_loop)
-        self.planner = Planner(self.view, self._agreed, parts.off_loop, self._foreseen, divided)
+        self.planner = Planner(self.view, self._agreed, parts.off_loop, self._foreseen, grouped)
         self.follower = PlanFollower(
             member, parts.state, self.planner, lambda: bool(self.sessions), parts.call_later
         )

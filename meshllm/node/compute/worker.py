@@ -137,7 +137,7 @@ class Worker:
         future = self._executor.submit(self._pausable, work)
         self._latest = ref(future)  # weak: its result may be model weights
         result = await asyncio.wrap_future(future)
-        self._note_use()  # steps may have run in its pauses
+        self._note_use()  # `_latest` may be a step that ran, and ended, in a pause of it
         return result
 
     @contextmanager
@@ -234,7 +234,7 @@ class Worker:
             await self.run_when_idle(0, reclaim)
 
     def reclaim_later(self) -> None:
-        """Return unused memory to the system as after work."""
+        """Return unused memory to the system once idle, as after work."""
         self._has_worked.set()
 
     async def _until_idle(self, idle_s: float) -> None:
@@ -272,6 +272,7 @@ async def compute_thread(threads: int = 1) -> AsyncIterator[Worker]:
     before = torch.get_num_threads()  # torch applies what a thread sets to later threads
     worker = Worker(executor, before)
     reclaiming = asyncio.create_task(worker.reclaim_after_work())
+    reclaiming.add_done_callback(_raise_error)
     try:
         yield worker
     finally:
@@ -279,9 +280,13 @@ async def compute_thread(threads: int = 1) -> AsyncIterator[Worker]:
         executor.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(executor.shutdown)
         await asyncio.wait([reclaiming])
-        if not reclaiming.cancelled():
-            reclaiming.result()  # a bug
         torch.set_num_threads(before)
+
+
+def _raise_error(task: asyncio.Task[None]) -> None:
+    """Report a bug to the event loop, where it ends the node, see `Supervisor`."""
+    if not task.cancelled():
+        task.result()
 
 
 def calibrate(cores: int, width: int, dtype: torch.dtype) -> int:

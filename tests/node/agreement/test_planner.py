@@ -36,15 +36,15 @@ class Case:
         self.worlds = [World({A: profile(4)}), World({A: profile(4), B: profile(4)})]
         self.view: MeshView | None = self.worlds[0].view(A)
         self.told: list[tuple[float, Agreement | None]] = []
-        self.divided_at: list[float] = []
-        self.planner = Planner(lambda: self.view, self.agreed, self.think, divided=self.divided)
+        self.grouped_at: list[float] = []
+        self.planner = Planner(lambda: self.view, self.agreed, self.think, grouped=self.grouped)
         self.jobs: list[Callable[..., Any]] = []
 
     def agreed(self) -> None:
         self.told.append((asyncio.get_running_loop().time(), self.planner.agreement))
 
-    def divided(self) -> None:
-        self.divided_at.append(asyncio.get_running_loop().time())
+    def grouped(self) -> None:
+        self.grouped_at.append(asyncio.get_running_loop().time())
 
     async def think(self, function: Callable[..., T], /, *args: Any) -> T:
         self.jobs.append(function)
@@ -133,7 +133,7 @@ def test_groups_are_computed_beside_the_agreement() -> None:
             await asyncio.sleep(5)
 
         assert [at for at, _ in case.told] == [PLAN_S]
-        assert case.divided_at == [GROUPING_S]
+        assert case.grouped_at == [GROUPING_S]
         assert case.planner.parts == group_nodes(view)
         assert case.planner.parts
 
@@ -167,7 +167,7 @@ def test_an_agreement_does_not_wait_for_groups_of_older_records() -> None:
             await asyncio.sleep(2 * GROUPING_S)
 
         assert [at for at, _ in case.told] == [PLAN_S, 2 * PLAN_S + 0.1]
-        assert case.divided_at == [2 * GROUPING_S]  # the first result was dropped
+        assert case.grouped_at == [2 * GROUPING_S]  # the first result was dropped
         assert case.planner.parts == group_nodes(view)
 
     run_virtual(story())
@@ -182,7 +182,7 @@ def test_without_several_models_there_are_no_groups() -> None:
             case.learn(0)
             await asyncio.sleep(5)
 
-        assert case.divided_at == [GROUPING_S, 5.0]
+        assert case.grouped_at == [GROUPING_S, 5.0]
         assert case.planner.parts == {}
         assert case.jobs.count(group_nodes) == 1
 

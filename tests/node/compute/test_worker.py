@@ -16,6 +16,7 @@ from meshllm.node.compute.worker import (
     calibrate,
     compute_thread,
 )
+from meshllm.node.supervisor import Supervisor
 from meshllm.protocol.planning.chunking import RankTimes
 from meshllm.protocol.planning.plan import LinkSpeed, Offer
 from meshllm.protocol.ring.hang import FIRST_STEPS, TIMES, HangLimits
@@ -281,18 +282,22 @@ def test_unused_memory_is_returned_once_after_each_stretch_of_work(
     run_virtual(story())
 
 
-def test_a_bug_in_reclaiming_memory_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_in_reclaiming_memory_ends_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise LookupError("a bug")
 
     async def story() -> None:
         monkeypatch.setattr(module, "reclaim", fail)
-        async with compute_thread() as worker:
+        with Supervisor() as supervisor:
+            with supervisor.scope():
+                thread = compute_thread()
+                worker = await thread.__aenter__()
             await worker.run(int)
-            await asyncio.sleep(2 * REST_S)
+            with pytest.raises(LookupError, match="a bug"):
+                await asyncio.wait_for(supervisor.failed, 2 * REST_S)
+            await thread.__aexit__(None, None, None)
 
-    with pytest.raises(LookupError, match="a bug"):
-        run_virtual(story())
+    run_virtual(story())
 
 
 async def test_a_panic_on_the_compute_thread_is_an_error_that_can_be_caught() -> None:

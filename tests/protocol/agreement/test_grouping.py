@@ -172,9 +172,9 @@ def test_groups_that_take_a_node_from_each_other_in_turn_stop(
             assert len(fills) < 9, "it goes on without end"
 
     monkeypatch.setattr(Filling, "fill", take)
-    divided = group_nodes(mesh.view())
+    grouped = group_nodes(mesh.view())
 
-    assert divided[NODES[0]].first == fills[-1]
+    assert grouped[NODES[0]].first == fills[-1]
 
 
 def test_a_new_model_takes_standbys_before_nodes_that_a_ring_uses() -> None:
