@@ -2,7 +2,7 @@
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
-from starlette.routing import Mount
+from starlette.routing import BaseRoute, Mount
 from starlette.types import ASGIApp
 
 from meshllm.api import failure, mesh
@@ -24,6 +24,19 @@ def owner_application(node: NodePort) -> ASGIApp:
     )
     application.router.default = public_application(Service(node))
     return RequestIds(application)
+
+
+def public_routes(service: Service) -> list[BaseRoute]:
+    """Return the routes of `/v1/*`."""
+    return [
+        *models.routes(service),
+        *chat.routes(service),
+        *chat_socket.routes(service),
+        *completions.routes(service),
+        *embeddings.routes(service),
+        *messages.routes(service),
+        *responses.routes(service),
+    ]
 
 
 def public_application(
@@ -48,13 +61,7 @@ def public_application(
     )
     application.router.default = Starlette(
         routes=[
-            *models.routes(service),
-            *chat.routes(service),
-            *chat_socket.routes(service),
-            *completions.routes(service),
-            *embeddings.routes(service),
-            *messages.routes(service),
-            *responses.routes(service),
+            *public_routes(service),
             *page.event_routes(service.node, is_public=is_public),
         ],
         middleware=[

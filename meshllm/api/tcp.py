@@ -17,7 +17,7 @@ from meshllm.api.access.gate import LOOPBACK, AccessPolicy
 from meshllm.api.app import public_application
 from meshllm.api.connection import MAX_OPEN, PublicProtocol
 from meshllm.api.generation.service import Service
-from meshllm.api.page.owner import owner_views
+from meshllm.api.owner import owner_views
 from meshllm.api.port import DoorPort
 from meshllm.api.serve import run_server
 from meshllm.errors import UserError, cannot_listen

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from meshllm.errors import LinkLost
-from meshllm.transport.contract import MAX_MESSAGE_BYTES, Channel, Link, Prompt
+from meshllm.transport.contract import MAX_MESSAGE_BYTES, Channel, ImmediateSender, Link
 
 CONTROL, DATA = Channel
 CHUNK_BYTES = 64 * 1024
@@ -108,7 +108,7 @@ async def _a_message_too_long_is_refused(a: Link, b: Link, _: Terms) -> None:
 
 
 async def _an_offer_is_sent_at_once_or_not_at_all(a: Link, b: Link, terms: Terms) -> None:
-    if not isinstance(a, Prompt):
+    if not isinstance(a, ImmediateSender):
         return
     part = bytearray(b"first")
     offered = [(DATA, b"first!")] if a.offer([part, b"!"]) else []

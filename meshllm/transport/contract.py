@@ -95,7 +95,7 @@ class Link(Protocol):
 
 
 @runtime_checkable
-class Prompt(Protocol):
+class ImmediateSender(Protocol):
     """Optional for a link: sending without waiting."""
 
     def offer(self, message: Sequence[Buffer], channel: Channel = Channel.DATA) -> bool:

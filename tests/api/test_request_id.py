@@ -12,7 +12,7 @@ from meshllm.api.access.accounts import Accounts
 from meshllm.api.access.gate import AccessPolicy
 from meshllm.api.app import public_application
 from meshllm.api.generation.service import Service
-from meshllm.api.page.owner import owner_views
+from meshllm.api.owner import owner_views
 from meshllm.api.serve import serve
 from meshllm.errors import Busy, ContextTooLong, LinkLost, MeshError
 from tests.builders.fake_node import FakeNode

@@ -75,7 +75,7 @@ def remembered_plans() -> Iterator[None]:
     """Plan once from each input, not once on each node."""
     planned = _remembering(make_plan)
     with (
-        patch("meshllm.protocol.agreement.relaxation.make_plan", planned),
+        patch("meshllm.protocol.agreement.best_plan.make_plan", planned),
         patch("meshllm.protocol.agreement.advice.make_plan", planned),
     ):
         yield

@@ -14,10 +14,10 @@ from meshllm.testing.transports import Terms, check_transport
 from meshllm.transport.contract import (
     Buffer,
     Channel,
+    ImmediateSender,
     Link,
     LinkStatistics,
     Listener,
-    Prompt,
     checked_size,
 )
 from meshllm_loopback import LoopbackTransport
@@ -170,7 +170,7 @@ class OffersEverything(Sound):
     """Accepts every offer, before waiting messages and after the end."""
 
     def offer(self, message: Sequence[Buffer], channel: Channel = Channel.DATA) -> bool:
-        assert isinstance(self.inner, Prompt)
+        assert isinstance(self.inner, ImmediateSender)
         if not self.inner.offer(message, channel):
             self.tasks.append(asyncio.create_task(self.inner.send(message, channel)))
         return True
@@ -178,7 +178,7 @@ class OffersEverything(Sound):
 
 class OffersTwice(Sound):
     def offer(self, message: Sequence[Buffer], channel: Channel = Channel.DATA) -> bool:
-        assert isinstance(self.inner, Prompt)
+        assert isinstance(self.inner, ImmediateSender)
         return self.inner.offer(message, channel) and self.inner.offer(message, channel)
 
 

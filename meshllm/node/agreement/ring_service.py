@@ -42,7 +42,7 @@ class RingService:
     """Serves in one ring of the mesh after the other, and in further ones meanwhile."""
 
     def __init__(self, parts: NodeParts) -> None:
-        self.first = RingServer(parts, parts.state.first, parts.offer, self._divided)
+        self.first = RingServer(parts, parts.state.first, parts.offer, self._regrouped)
         """The first ring of this node."""
         self.further = FurtherRings(parts, self._give_up)
         self._parts = parts
@@ -175,7 +175,7 @@ class RingService:
             self._give_up(ring.key, error)
             self.first.end(UNASSIGNED)  # else it would not begin in the same ring again
 
-    def _divided(self) -> None:
+    def _regrouped(self) -> None:
         """Schedule the moves that follow from the groups of this node."""
         part, view = self.first.planner.parts.get(self._parts.machine.me), self.first.view()
         if self._parts.state.provider:

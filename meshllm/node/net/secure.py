@@ -37,11 +37,11 @@ from meshllm.transport.contract import (
     Buffer,
     Channel,
     Guarded,
+    ImmediateSender,
     Known,
     Link,
     LinkStatistics,
     Located,
-    Prompt,
     checked_size,
 )
 
@@ -97,7 +97,7 @@ class SecureLink:
         self.host = link.peer_host if isinstance(link, Located) else ""
         """The IP address that the peer comes from; empty if it is unknown."""
         self._link = link
-        self._prompt = link if isinstance(link, Prompt) else None
+        self._immediate = link if isinstance(link, ImmediateSender) else None
         self._early = deque(early)  # DATA that overtook the end of the handshake
         self._seals = [Seal(key) for key in known.keys.outgoing]
         self._unseals = [Unseal(key) for key in known.keys.incoming]
@@ -125,15 +125,15 @@ class SecureLink:
             self._senders[channel] -= 1
 
     def offer(self, message: Sequence[Buffer], channel: Channel = Channel.DATA) -> bool:
-        """Seal the parts as one message and send it at once; see `contract.Prompt.offer`.
+        """Seal the parts as one message and send it at once; see `contract.ImmediateSender.offer`.
 
         A sealed message that was not sent is skipped, as after a cancelled send.
         """
         _check_size(message)
-        if self._prompt is None or self._senders[channel]:
+        if self._immediate is None or self._senders[channel]:
             return False
         seal = self._seals[channel]
-        if is_sent := self._prompt.offer(seal.seal(message), channel):
+        if is_sent := self._immediate.offer(seal.seal(message), channel):
             seal.sent()
         return is_sent
 

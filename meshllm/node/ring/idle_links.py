@@ -24,7 +24,7 @@ class IdleLink:
     def __init__(self, link: contract.Link) -> None:
         self._link = link
         self._buffered: deque[tuple[contract.Channel, contract.Buffer]] = deque()
-        self._prompt = link if isinstance(link, contract.Prompt) else None
+        self._immediate = link if isinstance(link, contract.ImmediateSender) else None
         self.send = link.send
         self.close = link.close
         self.watching: asyncio.Task[None] | None = None
@@ -35,8 +35,8 @@ class IdleLink:
         message: Sequence[contract.Buffer],
         channel: contract.Channel = contract.Channel.DATA,
     ) -> bool:
-        """See `contract.Prompt`."""
-        return self._prompt is not None and self._prompt.offer(message, channel)
+        """See `contract.ImmediateSender`."""
+        return self._immediate is not None and self._immediate.offer(message, channel)
 
     async def receive(self) -> tuple[contract.Channel, contract.Buffer]:
         """Return the next message, a buffered one first."""

@@ -61,7 +61,7 @@ class RingLink:
         self._ended = ended
         self.features = features
         self._link = link
-        self._prompt = link if isinstance(link, contract.Prompt) else None
+        self._immediate = link if isinstance(link, contract.ImmediateSender) else None
         self._machine = machine
         self._own = deque[_Encoded]()  # the link's own, sent first
         self._control = deque[_Encoded]()
@@ -211,10 +211,10 @@ class RingLink:
 
     def _offer(self, queue: deque[_Encoded]) -> bool:
         """Send the only message of a queue if that does not block; return whether it was sent."""
-        if self._prompt is None:
+        if self._immediate is None:
             return False
         try:
-            if not self._prompt.offer(queue[0].parts, self._channel(queue)):
+            if not self._immediate.offer(queue[0].parts, self._channel(queue)):
                 return False
         except (MeshError, ValueError):  # the writer hits it too, and ends the link
             return False

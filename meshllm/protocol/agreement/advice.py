@@ -3,7 +3,7 @@
 from meshllm.errors import MeshError
 from meshllm.names import short
 from meshllm.protocol.agreement.agreement import GAIN, Agreement
-from meshllm.protocol.agreement.relaxation import Best, PlanningInput, find_missing_link
+from meshllm.protocol.agreement.best_plan import Best, PlanningInput, find_missing_link
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.planning.partition import token_time
 from meshllm.protocol.planning.plan import Plan

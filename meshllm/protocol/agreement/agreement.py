@@ -41,15 +41,7 @@ from dataclasses import dataclass, field, replace
 
 from meshllm.errors import UserError
 from meshllm.names import NodeId, Span, short
-from meshllm.protocol.agreement.candidates import (
-    MeshView,
-    count_lacking,
-    find_candidates,
-    followed_plans,
-    is_of_group,
-)
-from meshllm.protocol.agreement.continuity import continuations
-from meshllm.protocol.agreement.relaxation import (
+from meshllm.protocol.agreement.best_plan import (
     Best,
     PlanningInput,
     find_best,
@@ -61,6 +53,14 @@ from meshllm.protocol.agreement.relaxation import (
     to_numbers,
     why_excluded,
 )
+from meshllm.protocol.agreement.candidates import (
+    MeshView,
+    count_lacking,
+    find_candidates,
+    followed_plans,
+    is_of_group,
+)
+from meshllm.protocol.agreement.continuity import continuations
 from meshllm.protocol.planning.explain import standby_reasons
 from meshllm.protocol.planning.plan import Links, Offer, Plan, PlanStage, Standby
 from meshllm.protocol.planning.policies import POLICIES, SLACK, Policy

@@ -24,8 +24,8 @@ from functools import lru_cache
 
 from meshllm.errors import UserError
 from meshllm.names import NodeId, Span
+from meshllm.protocol.agreement.best_plan import find_best, open_case
 from meshllm.protocol.agreement.candidates import NO_LINK, Candidates, MeshView
-from meshllm.protocol.agreement.relaxation import find_best, open_case
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.planning.plan import Ends, Links, LinkSpeed, ModelSizes, Offer, Plan
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from meshllm.errors import Busy, UserError
 from meshllm.names import NodeId
 from meshllm.protocol.agreement.agreement import Agreement
+from meshllm.protocol.agreement.best_plan import find_best, nodes_of, open_case
 from meshllm.protocol.agreement.candidates import MAX_MEMORY_BYTES, Candidates, find_candidates
-from meshllm.protocol.agreement.relaxation import find_best, nodes_of, open_case
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import MAX_LAYERS, Profile
 from meshllm.protocol.planning.plan import Plan

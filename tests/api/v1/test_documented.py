@@ -9,7 +9,10 @@ from typing import Any
 
 import httpx2
 import pytest
+from starlette.routing import Route
 
+from meshllm.api.app import public_routes
+from meshllm.api.generation.service import Service
 from meshllm.cli.commands.help import topics
 from meshllm.request import Event, Request, Tools, Turn
 from tests.builders.fake_node import FakeNode
@@ -230,6 +233,16 @@ def test_every_field_is_explained(route: DocumentedRoute) -> None:
     explained = set(re.findall(r"`([a-z_]+)`", topics()["api"].partition(HEADING)[0]))
 
     assert {each for each in route.honoured | route.harmless if each not in explained} == set()
+
+
+async def test_every_route_that_takes_a_body_is_in_the_table(service: Service) -> None:
+    routes = public_routes(service)
+
+    taken = {
+        route.path for route in routes if isinstance(route, Route) and route.methods == {"POST"}
+    }
+
+    assert taken == {route.path for route in ROUTES}
 
 
 def test_a_page_without_the_heading_is_an_error() -> None:

@@ -72,7 +72,7 @@ class Moving:
         """Let the records name a first ring for this node."""
         parts = {ENTRY: NodeGroups(cast("Any", first))}
         self.service.first.planner.parts = cast("Any", parts)
-        self.service._divided()
+        self.service._regrouped()
 
     def work(self, sessions: int) -> None:
         self.place.member.runtime = cast("Any", self.place.fake_runtime(PLAN, sessions))

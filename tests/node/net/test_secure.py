@@ -27,9 +27,9 @@ from meshllm.transport.contract import (
     MAX_MESSAGE_BYTES,
     Buffer,
     Channel,
+    ImmediateSender,
     Link,
     LinkStatistics,
-    Prompt,
 )
 from meshllm_loopback import LoopbackTransport, Shape
 from tests.builders.handshakes import (
@@ -87,7 +87,7 @@ class Wire:
         self.meddle: Callable[[Arrived], list[Arrived]] = lambda arrived: [arrived]
         """Maps an incoming message to the messages that are read."""
         self.send, self.close = link.send, link.close
-        assert isinstance(link, Prompt)
+        assert isinstance(link, ImmediateSender)
         self.offer = link.offer
 
     def limit_unread(self, size: int | None) -> None:
@@ -540,7 +540,7 @@ async def test_offers_leave_no_unconfirmed_send(monkeypatch: pytest.MonkeyPatch)
 
 async def test_a_link_that_takes_no_offers_is_offered_nothing() -> None:
     dialled, _ = await secured()
-    dialled._prompt = None
+    dialled._immediate = None
 
     assert not dialled.offer([b"no"])
     with pytest.raises(ValueError, match="longer than"):

@@ -14,12 +14,12 @@ from meshllm.transport.contract import (
     Channel,
     Guarded,
     Identified,
+    ImmediateSender,
     Known,
     Listener,
     Located,
     Moving,
     Path,
-    Prompt,
     Relaying,
     Surveying,
     Transport,
@@ -71,7 +71,7 @@ async def test_quic_implements_the_contract(monkeypatch: pytest.MonkeyPatch) -> 
 
 async def test_a_message_is_sent_within_the_call_that_offers_it() -> None:
     async with linked() as (one, other):
-        assert isinstance(one, Prompt)
+        assert isinstance(one, ImmediateSender)
         assert one.offer([b"now"])
         assert one.statistics.messages_sent == 1
         assert await other.receive() == (Channel.DATA, b"now")

@@ -124,7 +124,7 @@ async def test_websocket_implements_the_contract() -> None:
 
 async def test_a_message_is_sent_within_the_call_that_offers_it() -> None:
     async with linked() as (one, other):
-        assert isinstance(one, contract.Prompt)
+        assert isinstance(one, contract.ImmediateSender)
         assert isinstance(other, contract.Located)
         assert one.peer_host == other.peer_host == "127.0.0.1"
         assert one.offer([b"now"])

@@ -7,7 +7,7 @@ import pytest
 from meshllm.names import GroupId, NodeId, Span, short
 from meshllm.protocol.agreement.advice import advise
 from meshllm.protocol.agreement.agreement import Agreement, agree
-from meshllm.protocol.agreement.relaxation import nodes_of
+from meshllm.protocol.agreement.best_plan import nodes_of
 from meshllm.protocol.membership.charter import Yielding
 from meshllm.protocol.membership.records import Lifecycle, Profile, StateRecord
 from meshllm.protocol.planning.plan import MAX_EPOCH, Ends, Plan, PlanStage, Standby

@@ -8,7 +8,7 @@ import pytest
 from meshllm.errors import ModelError, UserError
 from meshllm.names import Span, short
 from meshllm.protocol.agreement.advice import advise
-from meshllm.protocol.agreement.relaxation import to_division
+from meshllm.protocol.agreement.best_plan import to_division
 from meshllm.protocol.membership.charter import Amendments, Term, merge
 from meshllm.protocol.planning import policies
 from meshllm.protocol.planning.partition import token_time

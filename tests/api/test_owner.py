@@ -11,7 +11,7 @@ from meshllm.api.access.gate import AccessPolicy
 from meshllm.api.app import public_application
 from meshllm.api.generation.service import Service
 from meshllm.api.metrics import exposition
-from meshllm.api.page.owner import owner_views
+from meshllm.api.owner import owner_views
 from meshllm.status import PlannedRing, PlanTerms, from_json
 from tests.builders.fake_node import FakeNode
 
