@@ -7,9 +7,14 @@ report that the ring of two serves, `answer` until the first token; `ratio` is `
 the time of transformers plus one second. `rss` is that of the larger process
 half a minute after the first answer, when what only the start needs is released, `held` the
 weights, caches and compiled steps that it reports.
+
+The last lines are what a user waits for: the time from the start of `meshllm chat PROMPT` until its
+first token, with the embedded model. `cold` finds no state and no cache folder, and runs the model
+itself; `through a node` asks a node that serves.
 """
 
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -28,7 +33,7 @@ from meshllm.model.locate import BUILTIN
 from tests.bench.growth import ask, client_of
 from tests.bench.report import Report, parser_of
 from tests.processes import fleet as fleets
-from tests.processes.fleet import ALONE, Fleet, environment, open_fleet
+from tests.processes.fleet import ALONE, Fleet, chatting, environment, open_fleet
 
 _PLAIN = """
 import sys, torch, transformers
@@ -38,6 +43,7 @@ model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=tor
 model.generate(input_ids=torch.tensor([[5, 6, 7]]), max_new_tokens=1, do_sample=False)
 """
 MIB = 1 << 20
+CHATS = 5
 IDLE_S = 30.0
 """Between the first answer and the look at the memory."""
 
@@ -125,6 +131,35 @@ def measure(name: str) -> Row:
     return Row(name, size, stock, serving, answer, *weighed)
 
 
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """Seconds until the first token of `meshllm chat`, of each run."""
+
+    cold_s: tuple[float, ...]
+    node_s: tuple[float, ...]
+
+
+def first_token(state: Path) -> float:
+    """Return the seconds until `meshllm chat` prints its first token."""
+    begin = time.perf_counter()
+    with chatting(state, "Say hello.", "--max-tokens", "4"):
+        return time.perf_counter() - begin
+
+
+def time_chats() -> Chat:
+    """Measure `meshllm chat`, without a node and through one."""
+    cold = list[float]()
+    for _ in range(CHATS):
+        with nothing_remembered(), TemporaryDirectory() as empty:
+            cold.append(first_token(Path(empty)))
+    with open_fleet() as fleet:
+        node = fleet.node("node").start(*ALONE)
+        fleet.form()
+        first_token(node.state)
+        through = [first_token(node.state) for _ in range(CHATS)]
+    return Chat(tuple(cold), tuple(through))
+
+
 def main(arguments: Sequence[str]) -> int:
     """Print the table."""
     parser = parser_of("startup", __doc__)
@@ -149,7 +184,11 @@ def main(arguments: Sequence[str]) -> int:
             f"{name:>18}{row.bytes / 1e6:>9.0f}{row.plain_s:>14.1f}{times}"
             f"{row.rss / MIB:>9.0f}{row.held / MIB:>9.0f}"
         )
-    report.write(rows)
+    chat = time_chats()
+    for label, taken in (("cold", chat.cold_s), ("through a node", chat.node_s)):
+        median, slowest = statistics.median(taken), max(taken)
+        report.say(f"meshllm chat, {label}: {median:.2f} s, at most {slowest:.2f} s")
+    report.write(rows, chat=chat)
     return 0
 
 

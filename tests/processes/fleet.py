@@ -308,11 +308,23 @@ class Chat:
 @contextmanager
 def asking(node: Node, prompt: str, *options: str, state: Path | None = None) -> Iterator[Chat]:
     """Send a request through a node; return when the first character of the answer has arrived."""
-    place = str(state or node.state)
-    command = [sys.executable, *MESHLLM, "chat", "--state", place, *options, prompt]
+    with chatting(state or node.state, prompt, *options) as (process, begun):
+        yield Chat(process, begun, node)
+
+
+@contextmanager
+def chatting(
+    state: Path, prompt: str, *options: str
+) -> Iterator[tuple["subprocess.Popen[bytes]", bytes]]:
+    """Run `meshllm chat`; return when the first character of the answer has arrived."""
+    command = [sys.executable, *MESHLLM, "chat", "--state", str(state), *options, prompt]
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=PIPE, stderr=PIPE, bufsize=0, env=environment()
     ) as process:
         assert process.stdout is not None
-        yield Chat(process, process.stdout.read(1), node)
+        begun = process.stdout.read(1)
+        if not begun:
+            assert process.stderr is not None
+            raise Waited(process.stderr.read().decode())
+        yield process, begun
         process.kill()
