@@ -52,6 +52,7 @@ bench:
     python -m tests.bench.budget
     python -m tests.bench.gossip
     python -m tests.bench.loop
+    python -m tests.bench.calls
     python -m tests.bench.handshake --mutations 100000
     python -m tests.bench.kills --times 10
     python -m tests.bench.chaos

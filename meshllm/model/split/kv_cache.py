@@ -119,13 +119,13 @@ class _InPlaceLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not 
 
     def _extend(self, tokens: int, window: int = 0) -> None:
         """Extend keys and values, or neither if memory runs out after the first."""
-        before = [(rows.buffer, rows.used) for rows in self.rows]
+        keys, values = self.rows
+        before = keys.buffer, keys.used, values.buffer, values.used
         try:
-            for rows in self.rows:
-                rows.extend(tokens, window)
+            keys.extend(tokens, window)
+            values.extend(tokens, window)
         except BaseException:
-            for rows, (buffer, used) in zip(self.rows, before, strict=True):
-                rows.buffer, rows.used = buffer, used
+            keys.buffer, keys.used, values.buffer, values.used = before
             raise
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -184,7 +184,8 @@ class WindowLayer(_InPlaceLayer, DynamicSlidingWindowLayer):  # type: ignore[mis
         super().crop(tokens_to_remove)
 
 
-_CROPPABLE = (GrowingLayer, WindowLayer, DynamicIndexedLayer, DummyLayer)
+_ATTENTION = (GrowingLayer, WindowLayer, DynamicIndexedLayer)
+_CROPPABLE = (*_ATTENTION, DummyLayer)
 
 
 class SpanCache(DynamicCache):  # type: ignore[misc]  # transformers is not followed
@@ -301,15 +302,16 @@ class SpanCache(DynamicCache):  # type: ignore[misc]  # transformers is not foll
             self.layers = self._within_span(DynamicCache(config=self._config).layers)
             self.length = 0
             return
-        if not self.floor <= length <= self.length:
+        # Each step crops to the length at hand: that must not look at every layer several times.
+        if length != self.length and not self.floor <= length <= self.length:
             raise ModelError(
                 f"Cannot crop a cache of {self.length} tokens to {length}:"
                 f" the valid range is {self.floor} to {self.length}",
                 hint="crop it to 0 and prefill again",
             )
         for layer in self.layers:
-            if isinstance(layer, CacheLayerMixin) and type(layer) in _CROPPABLE:
-                layer.crop(min(0, length - layer.get_seq_length()))
+            if type(layer) in _ATTENTION and (excess := layer.get_seq_length() - length) > 0:
+                layer.crop(-excess)
         self.length = length
 
     @torch.inference_mode()

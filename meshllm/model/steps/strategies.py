@@ -533,6 +533,9 @@ def _in_groups(
 
 def _groups(parts: Sequence[Tensor]) -> Iterator[slice]:
     """Group parts so that each group has at most `MOST_ROWS` rows or is a single part."""
+    if len(parts) == 1:
+        yield slice(0, 1)
+        return
     at = 0
     while at < len(parts):
         totals = accumulate(part.shape[1] for part in parts[at:])

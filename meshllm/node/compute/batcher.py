@@ -157,10 +157,14 @@ class Batcher(Generic[Job]):
 
     def _next(self) -> tuple[Sequence[_BatchedJob[Job]], _LoneJob | None]:
         """Take what runs next: all steps that may run, or one other job."""
+        if not self._alone:
+            ready, self._steps, self._is_chunk_next = self._steps, [], True
+            return ready, None
         first: dict[SessionId, int] = {}  # of the other jobs of a session
         for each in self._alone:
             first.setdefault(each.session, each.number)
-        batch, later = list[_BatchedJob[Job]](), list[_BatchedJob[Job]]()
+        batch: list[_BatchedJob[Job]] = []
+        later: list[_BatchedJob[Job]] = []
         for step in self._steps:
             is_free = step.session not in first or step.number < first[step.session]
             (batch if is_free else later).append(step)
@@ -233,12 +237,14 @@ def attempt(function: Callable[..., Any], *args: Any) -> Any:
 
 def map_valid(run: Callable[[list[Any]], Sequence[Any]], values: Sequence[Any]) -> list[Any]:
     """Apply ``run`` to all values in one call, except None and exceptions, which stay."""
-    good = [value is not None and not isinstance(value, Exception) for value in values]
-    given = [value for value, is_good in zip(values, good, strict=True) if is_good]
-    results = iter(run(given) if given else ())
-    return [
-        next(results) if is_good else value for value, is_good in zip(values, good, strict=True)
-    ]
+    results, places, given = list(values), list[int](), list[Any]()
+    for place, value in enumerate(values):
+        if value is not None and not isinstance(value, Exception):
+            places.append(place)
+            given.append(value)
+    for place, result in zip(places, run(given) if given else (), strict=True):
+        results[place] = result
+    return results
 
 
 async def _raise(error: Exception) -> None:

@@ -32,9 +32,14 @@ class Stopwatch:
         self._compute_ns += self._lap()
 
     @property
+    def compute_us(self) -> int:
+        """Microseconds in the model so far."""
+        return self._compute_ns // 1000
+
+    @property
     def spent(self) -> Spent:
         """Time recorded so far."""
-        return Spent(self._compute_ns // 1000, self._serialise_ns // 1000, self._queue_ns // 1000)
+        return Spent(self.compute_us, self._serialise_ns // 1000, self._queue_ns // 1000)
 
     def _lap(self) -> int:
         before, self._latest = self._latest, time.perf_counter_ns()

@@ -391,7 +391,7 @@ class EntryNode:
     def _forward(self, generation: Generation, action: Forward) -> None:
         assert self._neighbours is not None  # a ring of one forwards nothing
         message = action.message
-        if isinstance(message, Data) and not message.flags & (Flags.PREFILL | Flags.RECOMPUTE):
+        if isinstance(message, Data) and message.is_decoded:
             generation.gauge.left(loop_time(), message.pos + message.rows, size(message))
             is_lone = message.rows == 1 and self.sessions == 1 and not generation.embeds
             if is_lone and self._neighbours.helps and self._head and self._head.control.asks():

@@ -311,7 +311,7 @@ class Generation:
         if self._is_alone:
             self._rows = output[:, -1 - job.guesses :]
             return None
-        blob = self._encoder.seal(output, watch.spent.compute_us, is_step=job.is_step)
+        blob = self._encoder.seal(output, watch.compute_us, is_step=job.is_step)
         watch.serialised()
         return blob
 

@@ -304,7 +304,7 @@ class StageNode:
         watch.computed()
         if not job.keep:
             return None
-        rows, took_us = output[:, -job.keep :], watch.spent.compute_us
+        rows, took_us = output[:, -job.keep :], watch.compute_us
         if job.keep < job.rows:
             rows = rows.clone()  # a view would hold all of them until it is sent
         blob = held.encoder.seal(rows, took_us, is_step=job.is_step)

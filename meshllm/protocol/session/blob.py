@@ -60,7 +60,7 @@ def check_shape(dtype: DType, shape: tuple[int, ...], length: int) -> None:
     """Raise `PeerFault` unless ``shape`` is within the limits and can take ``length`` bytes."""
     if not 1 <= len(shape) <= MAX_DIMS:
         raise PeerFault(f"Blob with {len(shape)} dimensions; allowed are 1 to {MAX_DIMS}")
-    if not all(1 <= dim <= MAX_DIM for dim in shape):
+    if min(shape) < 1 or max(shape) > MAX_DIM:
         raise PeerFault(f"Blob of shape {list(shape)}; each dimension is 1 to {MAX_DIM}")
     if length not in (sizes := dtype.sizes(shape)):
         least, most = sizes.start, sizes.stop - 1  # len() overflows at sizes a header can claim

@@ -316,7 +316,7 @@ class Entry:
 
     @property
     def _is_live(self) -> bool:
-        return self.state not in {EntryState.CLOSING, EntryState.CLOSED}
+        return self.state not in (EntryState.CLOSING, EntryState.CLOSED)
 
     def _next_job(self) -> list[Action]:
         """Start the next job, if there is one."""
@@ -410,13 +410,12 @@ class Entry:
         return [cancel] if sends_cancel and self._task.ring > 1 else []
 
     def _data_of(self, job: Embed, blob: Blob | None) -> Data:
-        rows, flags = len(job.tokens), Flags(0)
+        rows = len(job.tokens)
+        flags = Flags.NEED_ROW if job.pos + rows >= len(self._tokens) else Flags(0)
         if not job.is_step:
             flags |= Flags.PREFILL
         if job.recomputes:
             flags |= Flags.RECOMPUTE
-        if job.pos + rows >= len(self._tokens):
-            flags |= Flags.NEED_ROW
         if job.is_step and not job.recomputes and len(self._flight) == 1:
             flags |= Flags.SETTLED
         return Data(self._task.session, self._task.epoch, self._gen, job.pos, rows, flags, blob)

@@ -158,7 +158,7 @@ class NeighbourLink:
         return [self._beat(now)] if self.state is LinkState.OPEN else []
 
     def _notice_suspension(self, now: float) -> None:
-        if self.deadline is not None and now > self.deadline + BEAT:
+        if (deadline := self.deadline) is not None and now > deadline + BEAT:
             self._heard, self._awake = max(self._heard, now + BEAT - SILENCE), now
 
     @property

@@ -125,6 +125,11 @@ class Data:
     """``[1, rows, D]`` from rank to rank; back to the entry, ``[1, 1, D]`` for a chunk with
     NEED_ROW, None for one without. None with RECOMPUTE if the next rank lacks none of the rows."""
 
+    @property
+    def is_decoded(self) -> bool:
+        """Whether these are the rows of a decode step."""
+        return not (Flags.PREFILL in self.flags or Flags.RECOMPUTE in self.flags)
+
 
 @dataclass(frozen=True, slots=True)
 class Logits:

@@ -86,7 +86,7 @@ IDLE_S = MAX_PENDING * MOST_PATIENCE_S  # longer than an entry waits, be it a re
 MAX_RECOMPUTE_ROWS = 7 * MAX_STEP_ROWS  # of decode steps, after a loss; a few ms of a layer
 MAX_CLOSED = 1024  # closed sessions remembered; Data is late by seconds, not by a thousand answers
 
-_HELP = Flags.NEED_ROW | Flags.HELP
+_HELP = (Flags.NEED_ROW | Flags.HELP, Flags.NEED_ROW | Flags.HELP | Flags.SETTLED)
 _NO_LAYERS = Span(0, 0)
 _EMPTY_TALLY = Tally(Spent(0, 0, 0), 0, 0, 0)
 
@@ -168,11 +168,11 @@ class _SessionState:
         """
         self.kv_len = data.pos + data.rows
         self.settled = min(self.settled, data.pos)
-        if data.flags & Flags.PREFILL:
+        if Flags.PREFILL in data.flags:
             self.settled = self.kv_len
         elif data.gen == self.gen:
             self.ends.append(self.kv_len)
-            if data.flags & Flags.SETTLED:
+            if Flags.SETTLED in data.flags:
                 self.settled = max(self.settled, data.pos)
         if len(self.ends) == self.ends.maxlen:
             self.settled = max(self.settled, self.ends[0])
@@ -253,12 +253,12 @@ class Stage:
             return []
         state, done = ran
         state.used = now
-        if not done.flags & Flags.RECOMPUTE:
+        if Flags.RECOMPUTE not in done.flags:
             state.grow(done)
         if done.gen < state.gen:
             return self._next(state)
         answer = replace(done, blob=blob)
-        if not done.flags & (Flags.PREFILL | Flags.RECOMPUTE):
+        if done.is_decoded:
             state.tally = _counted(state.tally, spent, size(answer))
         return [Forward(answer), *self._next(state)]
 
@@ -336,7 +336,7 @@ class Stage:
         if data.epoch > self.epoch:
             text = f"Rank {self._rank} is at epoch {self.epoch}, not {data.epoch}"
             return [self._fault(data, FaultCode.EPOCH, text)]
-        state, recomputes = self._sessions.get(session), bool(data.flags & Flags.RECOMPUTE)
+        state, recomputes = self._sessions.get(session), Flags.RECOMPUTE in data.flags
         if refusal := self._refusal(data, state):
             return self._refuse(data, *refusal)
         if recomputes and (state is None or state.has_missed):  # it was on the way at the miss
@@ -354,7 +354,7 @@ class Stage:
             data.rows,
             self._keep(data, state),
             data.blob,
-            is_step=not data.flags & Flags.PREFILL,
+            is_step=Flags.PREFILL not in data.flags,
             helps=data.gen if self._is_last and _asks_for_help(data) else None,
             recomputes=recomputes,
         )
@@ -365,7 +365,7 @@ class Stage:
         stop = data.pos + data.rows
         if broken := _violation(data):
             return broken, FaultCode.RULES
-        is_recompute = data.flags & Flags.RECOMPUTE and state and not state.has_missed
+        is_recompute = state and Flags.RECOMPUTE in data.flags and not state.has_missed
         if state and is_recompute and stop > state.kv_len:
             return f"Data to recompute positions up to {stop} of {state.kv_len}", FaultCode.RULES
         if stop > self._context:
@@ -491,13 +491,13 @@ class Stage:
         return [*self._end(data.session), self._fault(data, code, text)]
 
     def _keep(self, data: Data, state: _SessionState) -> int:
-        if data.flags & Flags.RECOMPUTE:
+        if Flags.RECOMPUTE in data.flags:
             return data.rows if state.feeds_lost else 0
         if not self._is_last:
             return data.rows
-        if not data.flags & Flags.NEED_ROW:
+        if Flags.NEED_ROW not in data.flags:
             return 0
-        return 1 if data.flags & Flags.PREFILL else data.rows
+        return 1 if Flags.PREFILL in data.flags else data.rows
 
     def _close(self, close: Close, now: float) -> list[Action]:
         if len(close.tallies) != self._rank - 1:  # it skipped a rank: nothing is kept
@@ -542,13 +542,13 @@ def _contains(outer: Span, inner: Span) -> bool:
 
 
 def _asks_for_help(data: Data) -> bool:
-    return data.rows == 1 and data.flags & ~Flags.SETTLED == _HELP
+    return data.rows == 1 and data.flags in _HELP
 
 
 def _violation(data: Data) -> str:
     """Return which rule the rows of a message break; empty if none."""
-    most = MAX_RECOMPUTE_ROWS if data.flags & Flags.RECOMPUTE else MAX_STEP_ROWS
-    if data.rows > most and not data.flags & Flags.PREFILL:
+    most = MAX_RECOMPUTE_ROWS if Flags.RECOMPUTE in data.flags else MAX_STEP_ROWS
+    if data.rows > most and Flags.PREFILL not in data.flags:
         return f"Step of {data.rows} rows; the limit is {most}"
     return ""
 
