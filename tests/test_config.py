@@ -134,7 +134,7 @@ def test_the_folder_of_the_state_may_be_in_a_home(monkeypatch: pytest.MonkeyPatc
         state_path(Settings(state="~no-such-user/mesh"))
 
 
-def test_a_home_that_is_no_folder_sets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_that_is_not_a_folder_sets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", os.devnull)  # common in batch jobs
 
     assert load({}).settings == Settings()

@@ -113,7 +113,7 @@ def test_every_example_of_a_command_is_a_command_line() -> None:
 
 
 @pytest.mark.parametrize("line", ["node --nam x", "ring removed x", "key create", "chat -n two"])
-def test_what_the_command_line_refuses_is_no_example(line: str) -> None:
+def test_what_the_command_line_refuses_is_not_an_example(line: str) -> None:
     with pytest.raises(Exception, match=r"No such|Missing|valid integer"):
         parse(line.split())
 

@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PLACES = ("meshllm", "plugins", "tests", "man", ".github", "README.md", "CHANGELOG.md", ".justfile")
-SUFFIXES = {".py", ".md", ".toml", ".1", ".7", ""}
+PLACES = (
+    "meshllm", "plugins", "tests", "man", "completions", ".github", "README.md", "CHANGELOG.md",
+    "pyproject.toml", ".justfile",
+)  # fmt: skip
+SUFFIXES = {".py", ".md", ".toml", ".js", ".html", ".css", ".svg", ".1", ".7", ".bash", ".fish", ""}
 CORPORA = ROOT / "tests" / "builtin"  # what the demonstration model was trained and is tested on
 
 INSTEAD = {
@@ -27,14 +30,14 @@ INSTEAD = {
 
 @cache
 def texts() -> dict[Path, list[str]]:
-    """Read all lines, by file."""
+    """Read all lines, by file; the words of a name are separated as those of a sentence."""
     found = [
         path
         for place in PLACES
         for path in ([ROOT / place] if (ROOT / place).is_file() else (ROOT / place).rglob("*"))
     ]
     return {
-        path: path.read_text("utf-8").splitlines()
+        path: path.read_text("utf-8").replace("_", " ").splitlines()
         for path in found
         if path.is_file()
         and path.suffix in SUFFIXES

@@ -106,7 +106,7 @@ async def test_only_the_type_of_a_bug_is_sent(
     assert said.json()["error"]["message"] == "This is a bug in meshllm: KeyError"
 
 
-async def test_a_client_that_left_is_no_bug() -> None:
+async def test_a_client_that_left_is_not_a_bug() -> None:
     request = Request({"type": "http"})
 
     assert (await on_error(request, ClientDisconnect())).status_code == 400

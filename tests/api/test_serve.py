@@ -121,7 +121,7 @@ async def test_a_disconnect_without_reading_cancels_too(
         await door.closed.wait()
 
 
-async def test_a_disconnect_before_the_request_is_no_bug(
+async def test_a_disconnect_before_the_request_is_not_a_bug(
     door: FakeNode,
     path: Path,
     caplog: pytest.LogCaptureFixture,

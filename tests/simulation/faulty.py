@@ -198,9 +198,9 @@ class _Flow:
     def hang_up(self) -> None:
         """Signal the end to the receiver, after everything in flight."""
         self.seal()
-        self._carry(tuple(self.lanes.values()), self._hung_up)
+        self._carry(tuple(self.lanes.values()), self._closed_by_peer)
 
-    def _hung_up(self) -> None:
+    def _closed_by_peer(self) -> None:
         self.end()
         self.back.seal()
         self.network.forget(self)

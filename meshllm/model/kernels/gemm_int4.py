@@ -1,4 +1,4 @@
-"""GEMM with int4 weights and int16 activations.
+"""GEMV and GEMM with int4 weights and int16 activations.
 
 Theory of operation
 -------------------

@@ -341,7 +341,7 @@ def test_a_state_folder_that_cannot_be_used_is_refused(
     assert "\nhint: choose a " in result.stderr
 
 
-def test_a_state_folder_without_a_node_is_no_error(
+def test_a_state_folder_without_a_node_is_not_an_error(
     ask: Ask, local: FakeRing, tmp_path: Path
 ) -> None:
     (tmp_path / "empty").mkdir()

@@ -201,7 +201,7 @@ def test_a_file_without_a_conversation_is_refused(
 @pytest.mark.parametrize(
     "name", ["/dev/zero", "pipe", "x" * 300, "a\0b", "~no-such-user/talk.json"]
 )
-def test_what_is_no_regular_file_is_neither_loaded_nor_overwritten(
+def test_what_is_not_a_regular_file_is_neither_loaded_nor_overwritten(
     conversation: Conversation, home: Path, name: str
 ) -> None:
     os.mkfifo(home / "pipe")

@@ -264,7 +264,7 @@ def test_an_unusable_cost_table_is_refused(
 
 
 @pytest.mark.parametrize("status", [[], {"schema": 99}, {"nodes": 1}])
-def test_a_file_that_is_no_status_is_refused(pair: Path, status: object) -> None:
+def test_a_file_that_is_not_a_status_is_refused(pair: Path, status: object) -> None:
     with_file(pair, "", status)
 
     with pytest.raises(UserError, match="not the status of a mesh"):

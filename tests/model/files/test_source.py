@@ -237,7 +237,7 @@ def test_an_unknown_type_is_refused(tmp_path: Path, model_type: object) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["t5", "clip"])
-def test_a_type_that_is_no_causal_language_model_is_refused(
+def test_a_type_that_is_not_a_causal_language_model_is_refused(
     tmp_path: Path, model_type: str
 ) -> None:
     write_config(tmp_path, model_type=model_type)

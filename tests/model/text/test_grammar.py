@@ -98,7 +98,7 @@ def test_a_schema_that_is_not_supported_is_refused_by_name(
 
 
 @pytest.mark.parametrize("schema", ["", "{", "3"])
-def test_what_is_no_schema_is_refused(vocabulary: Vocabulary, schema: str) -> None:
+def test_an_invalid_schema_is_refused(vocabulary: Vocabulary, schema: str) -> None:
     with pytest.raises(WrongField):
         vocabulary.json_schema(schema)
 

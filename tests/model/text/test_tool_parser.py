@@ -153,7 +153,7 @@ def test_calls_are_found_however_the_text_is_split(
         (JSON, " " * 300 + "{}"),
     ],
 )
-def test_what_is_no_call_is_content(form: ToolFormat, text: str) -> None:
+def test_what_is_not_a_call_is_content(form: ToolFormat, text: str) -> None:
     assert parsed(form, [text]) == parsed(form, list(text)) == (text, [])
 
 

@@ -562,7 +562,7 @@ def test_malformed_content_of_a_member_is_ignored(payload: bytes) -> None:
 
 
 @given(st.binary(max_size=MAX_BEACON_BYTES + 9))
-def test_noise_is_no_beacon_of_a_member(noise: bytes) -> None:
+def test_noise_is_not_a_beacon_of_a_member(noise: bytes) -> None:
     assert beacons(B, OF_B).read(noise) is beacons(B, OF_B).read(MAGIC + noise) is None
 
 

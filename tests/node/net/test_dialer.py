@@ -414,7 +414,7 @@ async def test_an_address_without_transport_is_not_dialled() -> None:
         await dialer._dial_one("ws://x", Purpose.MESH, GUEST.node, NOBODY)
 
 
-def test_an_address_that_cannot_be_dialled_is_no_error_of_the_user() -> None:
+def test_an_address_that_cannot_be_dialled_is_not_an_error_of_the_user() -> None:
     async def story(net: Net) -> None:
         with pytest.raises(LinkLost) as raised:
             await net.reach("loopback:")

@@ -185,7 +185,7 @@ def test_a_malformed_line_is_a_peer_fault(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("data", [b"{}", b'{"piece":null}', b'{"audio":1}', b'{"tokens":[1]}'])
-def test_a_line_of_a_later_version_is_no_event(data: bytes) -> None:
+def test_a_line_of_a_later_version_is_not_an_event(data: bytes) -> None:
     assert event_from_json(data) is None
 
 

@@ -587,7 +587,7 @@ def test_a_ring_that_is_lost_after_a_long_time_without_an_event_is_followed_by_a
     assert len(ring.asked) == 2
 
 
-def test_an_event_between_two_losses_begins_the_time_of_a_request_anew(world: World) -> None:
+def test_an_event_between_two_losses_restarts_the_time_of_a_request(world: World) -> None:
     lost: list[Event | Exception | None] = [Piece(TEXT[:3], (0,)), LinkLost("gone")]
     again: list[Event | Exception | None] = [Prefilled(1, 1), LinkLost("gone")]
     ring = FakeRing(attempts=[lost, again, again, answer()], frees_s=QUIET_S + 1.0)

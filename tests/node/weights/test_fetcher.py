@@ -644,7 +644,7 @@ def test_a_part_that_a_holder_does_not_send_comes_from_one_that_had_nothing_to_s
     run(story)
 
 
-def test_a_server_refuses_what_is_no_request_and_closes_idle_links(
+def test_a_server_refuses_what_is_not_a_request_and_closes_idle_links(
     run: Callable[[Story], None], nodes: Nodes
 ) -> None:
     async def story(town: Town) -> None:

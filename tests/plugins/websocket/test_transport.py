@@ -374,7 +374,7 @@ async def test_a_dial_leaves_no_socket_wherever_it_is_cancelled() -> None:
 
 
 async def test_a_cancelled_dial_leaves_no_link() -> None:
-    asked, hung_up = asyncio.Event(), asyncio.Event()
+    asked, has_closed = asyncio.Event(), asyncio.Event()
 
     async def wait(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -382,14 +382,14 @@ async def test_a_cancelled_dial_leaves_no_link() -> None:
         with suppress(ConnectionError):
             await reader.read()
         writer.close()
-        hung_up.set()
+        has_closed.set()
 
     async with await asyncio.start_server(wait, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
         dialling = asyncio.create_task(WebsocketTransport().dial(f"127.0.0.1:{port}"))
         await asked.wait()
         dialling.cancel()
-        await hung_up.wait()
+        await has_closed.wait()
 
     assert dialling.cancelled()
 

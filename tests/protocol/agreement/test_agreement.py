@@ -409,7 +409,7 @@ def test_without_another_node_the_reason_says_whose_data_is_invalid() -> None:
     assert agreement.reason.startswith(f"`{short(B)}` is left out: `{short(A)}` refuses it")
 
 
-def test_a_node_that_the_author_refuses_is_no_ring_of_its_own() -> None:
+def test_a_node_that_the_author_refuses_is_not_a_ring_by_itself() -> None:
     world = World({A: profile(0), B: profile(4)})
     first = world.agree()
     assert spans(planned(first)) == {B: "0:4"}
@@ -824,7 +824,7 @@ def test_a_member_does_not_use_up_the_epochs_before_the_first_plan() -> None:
     assert planned(world.agree()).epoch == 1
 
 
-def test_a_mesh_that_followed_an_absurd_epoch_begins_anew_without_its_author() -> None:
+def test_a_mesh_that_followed_an_absurd_epoch_restarts_without_its_author() -> None:
     lie = ring((A, 0, 4), epoch=MAX_EPOCH - 1)
     world = World({A: profile(4), C: profile(4)}, followed={C: lie}, gone={C})
 

@@ -68,7 +68,7 @@ def test_a_client_without_a_limit_has_tokens_left(quota: ClientQuota) -> None:
     assert quota.left(ONE, NO_LIMITS, NOON) == MAX_TOKENS_PER_DAY
 
 
-def test_the_count_begins_anew_at_midnight(quota: ClientQuota) -> None:
+def test_the_count_restarts_at_midnight(quota: ClientQuota) -> None:
     used_up(quota, 1000)
 
     assert quota.objection(ONE, LIMITS, NOON + DAY_S / 2 - 1)

@@ -1,6 +1,8 @@
 """Codec of mesh links: every message round-trips, every limit holds."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -67,6 +69,13 @@ def test_a_message_round_trips(message: Message) -> None:
 @pytest.mark.parametrize(("kind", "message"), [*enumerate(MESSAGES, start=1)])
 def test_a_message_keeps_the_number_of_its_kind(kind: int, message: Message) -> None:
     assert encode(message)[:2] == bytes([3, kind])
+
+
+def test_messages_keep_the_recorded_bytes() -> None:
+    """A change of these bytes needs a new version of the wire; new kinds are appended."""
+    recorded = json.loads(Path(__file__).with_name("wire_bytes.json").read_text("utf-8"))
+
+    assert [bytes(encode(message)).hex() for message in MESSAGES] == recorded
 
 
 @given(mesh_messages)

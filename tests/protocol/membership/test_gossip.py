@@ -114,7 +114,7 @@ def test_of_two_removals_by_one_author_the_one_that_spares_fewer_is_kept() -> No
         assert store.is_news(other) is (other is harsh)
 
 
-def test_an_item_is_no_news_to_a_store_that_keeps_it() -> None:
+def test_an_item_is_not_news_to_a_store_that_keeps_it() -> None:
     store = ItemStore()
     store.keep(ITEM)
 

@@ -243,7 +243,7 @@ def test_nodes_that_were_stopped_together_do_not_answer_each_beat_with_another()
     assert [beats(60.1 + BEAT), beats(60.2 + BEAT)] == [1, 0]
 
 
-def test_a_beat_that_is_a_little_late_is_no_suspension() -> None:
+def test_a_beat_that_is_a_little_late_is_not_a_suspension() -> None:
     node = linked(LAST)
 
     tick(node, 1.0 + 2 * BEAT)

@@ -160,7 +160,7 @@ def test_prefill_is_reported_until_the_first_token() -> None:
 @pytest.mark.parametrize(
     "told", [Interruption(LossCause.NODE_LOST, "attic is gone", 0.6), PromptTokens(0, (1, 2))]
 )
-def test_what_is_no_part_of_the_answer_is_passed_on(told: Event) -> None:
+def test_what_is_not_part_of_the_answer_is_passed_on(told: Event) -> None:
     assert Failover(REQUEST).take(told) == told
 
 
@@ -177,7 +177,7 @@ def test_an_answer_beyond_the_tokens_of_the_day_is_not_retried() -> None:
         failover.failed(QuotaUsed("used up"))
 
 
-def test_a_refused_request_goes_to_another_ring_at_once_and_that_is_no_attempt() -> None:
+def test_a_refused_request_goes_to_another_ring_at_once_and_that_is_not_an_attempt() -> None:
     failover = Failover(REQUEST)
 
     for _ in range(2 * ATTEMPTS):

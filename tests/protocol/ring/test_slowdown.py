@@ -139,7 +139,7 @@ def test_windows_count_for_a_while() -> None:
     assert slowdown.take_layer_s() is not None
 
 
-def test_a_plan_begins_anew() -> None:
+def test_a_new_plan_resets_the_count() -> None:
     slowdown = known()
     run(slowdown, 4.0, 4.0)
 

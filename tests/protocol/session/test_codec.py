@@ -1,6 +1,8 @@
 """Ring codec: each message round-trips, every limit holds, nothing is copied."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -92,6 +94,13 @@ KINDS = [1, 2, 3, 3, 4, 5, 6, 6, 8, 8, 8, 9, 7, 10, 11]
 @pytest.mark.parametrize(("kind", "message"), [*zip(KINDS, MESSAGES, strict=True)], ids=NAMES)
 def test_a_message_keeps_the_number_of_its_kind(kind: int, message: Message) -> None:
     assert packed(message)[:2] == bytes([3, kind])
+
+
+def test_messages_keep_the_recorded_bytes() -> None:
+    """A change of these bytes needs a new version of the wire; new kinds are appended."""
+    recorded = json.loads(Path(__file__).with_name("wire_bytes.json").read_text("utf-8"))
+
+    assert [b"".join(encode(message)).hex() for message in MESSAGES] == recorded
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=NAMES)

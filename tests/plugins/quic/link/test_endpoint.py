@@ -296,7 +296,7 @@ async def test_a_node_relays_for_authenticated_peers() -> None:
 
 
 @virtual
-async def test_the_address_of_a_nat_is_no_relay() -> None:
+async def test_the_address_of_a_nat_is_not_a_relay() -> None:
     async with relayed("full cone", "full cone") as nodes:
         await nodes.until(Path.DIRECT)
         dialling = nodes.transports[0]

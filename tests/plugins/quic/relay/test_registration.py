@@ -126,7 +126,7 @@ def test_a_relay_and_a_client_agree() -> None:
     assert relay.statistics.registered == 1
 
 
-def test_a_relay_without_a_second_port_is_no_observer() -> None:
+def test_a_relay_without_a_second_port_is_not_an_observer() -> None:
     ours = make()
     packet = sent(ours.start(0.0))
 
