@@ -19,7 +19,13 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    GPTNeoXConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen3Config,
+)
 
 from meshllm.bench.fleet import Fleet, open_fleet
 from meshllm.errors import UserError
@@ -132,6 +138,13 @@ def _qwen3_8b() -> PretrainedConfig:
     )  # fmt: skip
 
 
+def _pythia() -> PretrainedConfig:
+    return GPTNeoXConfig(
+        vocab_size=50_304, hidden_size=512, intermediate_size=2048, num_hidden_layers=6,
+        num_attention_heads=8, tie_word_embeddings=False, max_position_embeddings=2048,
+    )  # fmt: skip
+
+
 def _small() -> PretrainedConfig:
     return Qwen3Config(
         vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=6,
@@ -140,6 +153,7 @@ def _small() -> PretrainedConfig:
 
 
 DIMENSIONS: dict[str, Callable[[], PretrainedConfig]] = {
+    "pythia-70m": _pythia,
     "qwen3-0.6b": _qwen3,
     "llama-3.2-1b": _llama,
     "qwen3-8b-4-layers": _qwen3_8b,

@@ -101,11 +101,12 @@ def bench(
 ) -> None:
     """Benchmark rings, or one engine, or replay a trace.
 
-    Rings and the engine are measured beside transformers. Models are `qwen3-0.6b`, `llama-3.2-1b`
-    and `qwen3-8b-4-layers`, with random weights. Each round measures every contestant once, and
-    ratios are taken within a round, so that load on the machine affects all alike. A speedup above
-    1.00, or a first token ratio below it, beats transformers. Figures of one processor do not carry
-    over to another, so the table names it, its instructions, and the versions.
+    Rings and the engine are measured beside transformers. Models are `qwen3-0.6b`, `pythia-70m`,
+    `llama-3.2-1b` and `qwen3-8b-4-layers`, with random weights. Each round measures every
+    contestant once, and ratios are taken within a round, so that load on the machine affects all
+    alike. A speedup above 1.00, or a first token ratio below it, beats transformers. Figures of one
+    processor do not carry over to another, so the table names it, its instructions, and the
+    versions.
 
     `--engine` compares all quantisations by default on a CPU, and measures short steps up to four
     times as often. The limit is the time to read the weights at the memory bandwidth, measured in
