@@ -24,6 +24,7 @@ PLANTS = {
         "meshllm/node/agreement/plan_hold.py",
         "import meshllm.node.agreement.own_state",
     ),
+    "Rooms of the API": ("meshllm/api/access/gate.py", "import meshllm.api.v1.chat"),
     "Rooms of QUIC": ("plugins/meshllm_quic/net/udp.py", "import meshllm_quic.path.paths"),
     "Rooms of the command line": ("meshllm/cli/terminal/wrap.py", "import meshllm.cli.ring.spec"),
     "Deciding is pure": ("meshllm/protocol/session/stage.py", "import time"),

@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / ".github" / "CONTRIBUTING.md").read_text("utf-8")
 MAP = TEXT.partition("## The map")[2].partition("```\n")[2].partition("```")[0]
-FLOORS = {"meshllm/cli", "meshllm/node", "meshllm/protocol", "meshllm/model"}  # that have rooms
+FLOORS = {f"meshllm/{name}" for name in ("cli", "api", "node", "protocol", "model")}  # with rooms
 
 
 def rooms() -> dict[str, list[str]]:
