@@ -35,7 +35,7 @@ def choose(wanted: str, dtype: torch.dtype, quant: Quant = Quant.NONE) -> torch.
         UserError: there is no such device.
         ModelError: it does not support such weights.
     """
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+    if _is_cpu(wanted):
         return CPU
     device = _gpu("cuda" if wanted == "auto" else wanted)
     refusal = _refuse(device, dtype, quant)
@@ -44,8 +44,14 @@ def choose(wanted: str, dtype: torch.dtype, quant: Quant = Quant.NONE) -> torch.
         return device
     if wanted != "auto":
         raise refusal
-    logger.info("computing on the CPU: %s", refusal)
     return CPU
+
+
+def refused_gpu(wanted: str, dtype: torch.dtype, quant: Quant = Quant.NONE) -> str:
+    """Return why `choose` takes the CPU though there is a GPU; "" if it does not."""
+    if wanted != "auto" or _is_cpu(wanted):
+        return ""
+    return str(_refuse(_gpu("cuda"), dtype, quant) or "")
 
 
 def name_of(device: torch.device) -> str:
@@ -115,6 +121,10 @@ def wait(device: torch.device) -> None:
     """Wait until the work of this thread's CUDA stream is done; no-op on the CPU."""
     if device != CPU:
         torch.cuda.current_stream(device).synchronize()
+
+
+def _is_cpu(wanted: str) -> bool:
+    return wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available())
 
 
 def _gpu(wanted: str) -> torch.device:

@@ -139,6 +139,7 @@ class ToyRunner:
     """Layers of the model, with or without its ends."""
 
     is_row_invariant = True
+    name = "layers"
     prepared = 0
     vocabulary = VOCABULARY
     execution = Execution(Strategy.STOCK)

@@ -76,7 +76,7 @@ def show(model: Model, as_json: Json = False, **flags: Scalar) -> None:
         import torch
 
         from meshllm.model.capacity import shape_of
-        from meshllm.model.device import CPU
+        from meshllm.model.device import choose, refused_gpu
         from meshllm.model.files.loader import list_weights
         from meshllm.model.files.source import resolve
         from meshllm.model.shape import free_memory
@@ -86,7 +86,10 @@ def show(model: Model, as_json: Json = False, **flags: Scalar) -> None:
         list_weights(source.folder)  # a config without weights is not a model
         shape = shape_of(source, _dtype(chosen))
         free = free_memory()
-        execution = forecast(source.config, getattr(torch, shape.dtype), CPU)
+        dtype: torch.dtype = getattr(torch, shape.dtype)
+        device = choose(chosen.device, dtype)
+        refusal = refused_gpu(chosen.device, dtype)
+        execution = forecast(source.config, dtype, device).instead_of_gpu(refusal)
     fitting = _fitting(shape, free)
     if as_json:
         tokens = min(CONTEXT, shape.context)
@@ -94,11 +97,12 @@ def show(model: Model, as_json: Json = False, **flags: Scalar) -> None:
             "free_bytes": free,
             "context": tokens,
             "layers_with_ends": fitting,
+            "device": str(device),
             "execution": asdict(execution),
         }
         render.dump({**asdict(shape), "folder": str(source.folder), "here": here})
         return
-    render.out(_facts(shape, free, fitting, str(execution)))
+    render.out(_facts(shape, free, fitting, (device.type, str(execution))))
 
 
 @app.command()
@@ -288,7 +292,7 @@ def _hint(report: "ParityReport") -> str:
     return "run it with `--nodes 1`, or rule out rounding with `--dtype float32`"
 
 
-def _facts(shape: "ModelShape", free: int, fitting: int, execution: str) -> str:
+def _facts(shape: "ModelShape", free: int, fitting: int, engine: tuple[str, str]) -> str:
     sizes = sorted({render.bytes_of(size) for size in shape.layer_bytes})
     weights = sum(shape.layer_bytes) + shape.embed_bytes + shape.head_bytes
     whole = "all" if fitting == shape.layers else f"{fitting} of {shape.layers}"
@@ -303,6 +307,6 @@ def _facts(shape: "ModelShape", free: int, fitting: int, execution: str) -> str:
         ("context", f"{shape.context} tokens"),
         ("hidden state", f"{render.bytes_of(shape.hidden_size * shape.itemsize)} per hop"),
         ("fits here", f"{whole} layers in {render.bytes_of(free)} of free memory"),
-        ("CPU engine", execution),
+        (f"{'CPU' if engine[0] == 'cpu' else 'GPU'} engine", engine[1]),
     ]
     return render.table((shape.name, ""), rows)

@@ -264,7 +264,8 @@ def check_execution(chosen: Settings) -> Finding:
         stored = chosen.dtype == "auto"
         dtype = stored_dtype(source) if stored else getattr(torch, chosen.dtype)
         where = device.choose(chosen.device, dtype, quant)
-        found = forecast(source.config, dtype, where, quant)
+        refusal = device.refused_gpu(chosen.device, dtype, quant)
+        found = forecast(source.config, dtype, where, quant).instead_of_gpu(refusal)
         if where == device.CPU:
             width = int(source.config.get_text_config(decoder=True).hidden_size)
             found = replace(found, threads=chosen.threads or _fastest(width, dtype))
@@ -276,9 +277,9 @@ def check_execution(chosen: Settings) -> Finding:
         return Finding("ok", "execution", "stock, one row per step, because of `--exact`")
     if "--dtype" in found.reason:
         return Finding("warn", "execution", str(found), "use `--dtype bfloat16`")
-    if where == device.CPU and (limits := jit.limits()):
-        return Finding("warn", "execution", f"{found}; {'; '.join(limits)}")
-    return Finding("ok", "execution", str(found))
+    limits = jit.limits() if where == device.CPU else ()
+    verdict: Verdict = "warn" if found.is_fallback or limits else "ok"
+    return Finding(verdict, "execution", "; ".join((str(found), *limits)))
 
 
 def check_transports(chosen: Sequence[str], registry: Registry) -> Iterator[Finding]:

@@ -28,6 +28,7 @@ from meshllm.model.modules.linear_bf16 import MOST_ROWS
 from meshllm.model.parity.check import check
 from meshllm.model.shape import ModelShape
 from meshllm.model.split.kv_cache import SpanCache
+from meshllm.model.steps.execution import Execution
 from meshllm.model.steps.load import load_shard
 from meshllm.model.steps.runner import Runner
 from meshllm.model.text.tokenizer import Text
@@ -132,6 +133,11 @@ class ModelDrafting:
     def forget(self, drafter: "ModelDrafter") -> None:
         """Keep nothing of a text that has no drafts any more."""
         self._drafters.discard(drafter)
+
+    @property
+    def execution(self) -> Execution:
+        """How it is run; any thread may ask."""
+        return self._runner.execution
 
     def new_cache(self) -> SpanCache:
         """Make an empty cache for one text."""

@@ -1,26 +1,39 @@
 """How a shard is run, for the user: strategy, kernels, and why a better one is not used."""
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshllm.model.device import CPU
+from meshllm.model.device import CPU, missing_for_cuda_graphs
 from meshllm.model.kernels import jit
 from meshllm.model.modules.linear_bf16 import CompiledLinear, choose_kernel
 from meshllm.model.modules.linear_onednn import PackedLinear
 from meshllm.model.modules.linear_padded import PaddedLinear
 from meshllm.model.modules.quant_kernels import packed_bytes
 from meshllm.model.modules.quant_linear import QuantLinear
+from meshllm.model.split.kv_cache import SpanCache
 from meshllm.model.split.skeleton import build
 from meshllm.model.steps.attention import PrefillKernel, prefill_kernel
-from meshllm.names import Quant
+from meshllm.names import Quant, Span
 
 SDPA = "sdpa"
 """The attention of transformers that ours can replace."""
+
+REPLAYED_BYTES = 600_000_000
+"""Largest size of the matrices of a layer with which steps are replayed.
+
+Replay saves Python overhead, which hardly depends on the size of a layer. Measured on an AVX2
+processor at 15 GB/s, for a step of one row: 26 % at 31 MB a layer (Qwen3-0.6B), 8 % at 394 MB
+(Qwen3-8B), 42 and 12 % with int8. From about 600 MB on it would be less than 5 %.
+"""
+
+NOT_CROPPABLE = "its caches cannot be cropped"
+"""Why a model takes one row per step, which no draft precedes."""
 
 _LAYER_KINDS = {"full_attention", "sliding_attention"}
 _LINEARS: dict[type, str] = {
@@ -56,6 +69,8 @@ class Execution:
     """Why no better strategy is used; empty if there is none."""
     threads: int = 0
     """Of a step on the CPU; 0 before they are chosen, and on a GPU."""
+    is_fallback: bool = False
+    """Whether steps are slower for ``reason``, rather than as requested or as measured."""
 
     def __str__(self) -> str:
         """Format as one line."""
@@ -64,6 +79,40 @@ class Execution:
         reason = f" ({self.reason})" if self.reason else ""
         count = f"; {self.threads} thread{'s' * (self.threads > 1)}" if self.threads else ""
         return f"{self.strategy}{reason}; attention: {self.attention}{linears}{count}"
+
+    def instead_of_gpu(self, refusal: str) -> "Execution":
+        """Add why a GPU is not used, unless that is empty."""
+        return self._slower("; ".join(filter(None, (refusal, self.reason)))) if refusal else self
+
+    def without_replay(self, unfit: Mapping[int, str], counts: frozenset[int]) -> "Execution":
+        """Add which of the row ``counts`` are not replayed and why, by number of rows."""
+        if not unfit:
+            return self
+        reasons = "; ".join(dict.fromkeys(unfit.values()))
+        if unfit.keys() >= counts:
+            return replace(self._slower(f"no replay: {reasons}"), strategy=Strategy.INVARIANT)
+        rows = f"{', '.join(map(str, sorted(unfit)))} row{'s' * (unfit.keys() != {1})}"
+        return self._slower(f"no replay of steps of {rows}: {reasons}")
+
+    def _slower(self, reason: str) -> "Execution":
+        return replace(self, reason=reason, is_fallback=True)
+
+
+def describe(parts: Iterable[tuple[str, Execution]], draft: Execution | None = None) -> str:
+    """Format how the named parts of a model are run as one line, those that are alike together."""
+    names, linears = dict[Execution, dict[str, None]](), dict[Execution, Counter[str]]()
+    for name, execution in parts:
+        kind = replace(execution, linears=())
+        names.setdefault(kind, {})[name] = None
+        linears.setdefault(kind, Counter()).update(dict(execution.linears))
+    told = [
+        (", ".join(names[kind]), replace(kind, linears=tuple(linears[kind].items())))
+        for kind in names
+    ]
+    told += [("draft model", draft)] if draft else []
+    if len(told) == 1:
+        return str(told[0][1])
+    return "; ".join(f"{name}: {execution}" for name, execution in told)
 
 
 def linears_of(model: nn.Module) -> tuple[tuple[str, int], ...]:
@@ -107,19 +156,58 @@ def forecast(
 
     Kernels are not tested, but those of its shapes are timed if this machine never did.
     """
-    whole = build(config, dtype).model
-    if reason := lacks_invariance(whole.config, whole, device):
-        return Execution(Strategy.STOCK, reason=reason)
+    skeleton = build(config, dtype)
+    whole, cache = skeleton.model, SpanCache(skeleton.model.config, Span(0, skeleton.layers))
+    reason = "" if cache.croppable else NOT_CROPPABLE
+    reason = reason or lacks_invariance(whole.config, whole, device)
+    if device != CPU:
+        reason = reason or graph_obstacle(cache) or lacks_for_graphs()
+    if reason:
+        return Execution(Strategy.STOCK, reason=reason, is_fallback=True)
     if device != CPU:
         return Execution(Strategy.GRAPH, attention="own")
-    if not jit.jit_available():
-        return Execution(Strategy.INVARIANT, reason="executable memory is forbidden")
     linears = [module for module in whole.modules() if isinstance(module, nn.Linear)]
     if quant is Quant.NONE:
         kinds = Counter(str(choose_kernel(module)) for module in linears)
     else:
         kinds = Counter({_LINEARS[QuantLinear]: len(linears)})
-    return Execution(Strategy.REPLAYED, tuple(kinds.items()), own_attention(config, dtype))
+    obstacle, is_fallback = replay_obstacle(skeleton.parts, cache, quant)
+    return Execution(
+        Strategy.INVARIANT if obstacle else Strategy.REPLAYED,
+        tuple(kinds.items()),
+        own_attention(config, dtype),
+        obstacle,
+        is_fallback=is_fallback,
+    )
+
+
+def graph_obstacle(cache: SpanCache) -> str:
+    """Return why steps with such caches cannot be a CUDA graph; "" if they can."""
+    return "" if cache.extends else "its caches cannot be written from a CUDA graph"
+
+
+def lacks_for_graphs() -> str:
+    """Return why CUDA graphs fail on this machine, as far as that is seen without a try; or ""."""
+    lacking = missing_for_cuda_graphs()
+    return f"a CUDA graph needs {lacking}" if lacking else ""
+
+
+def replay_obstacle(
+    layers: Iterable[nn.Module], cache: SpanCache, quant: Quant
+) -> tuple[str, bool]:
+    """Return why steps of layers, on meta or not, are not replayed, and whether it is a fallback.
+
+    It is "" if they are replayed; a large layer is none, as replay was measured to gain little.
+    """
+    if not cache.extends:
+        return "no replay: its caches cannot be written from a trace", True
+    if not jit.jit_available():
+        return "no replay: executable memory is forbidden", True
+    sizes = [matrix_bytes(each, quant) for each in layers]
+    if (size := sum(sizes) // max(1, len(sizes))) > REPLAYED_BYTES:
+        gain = f"it gains less than 5 % with {size // 10**6} MB per layer"
+        return f"no replay: {gain}", False
+    return "", False
 
 
 def own_attention(config: Any, dtype: torch.dtype) -> str:
@@ -146,10 +234,10 @@ def mixes(model: nn.Module) -> bool:
 
 
 def matrix_bytes(model: nn.Module, quant: Quant) -> int:
-    """Count the bytes of the matrices that a step of a shard reads."""
+    """Count the bytes of the matrices that a step reads; those on meta are not quantised yet."""
     return sum(
         packed_bytes(
-            quant if isinstance(module, QuantLinear) else Quant.NONE,
+            quant if isinstance(module, QuantLinear) or module.weight.is_meta else Quant.NONE,
             (module.out_features, module.in_features),
             module.weight.dtype,
         )

@@ -89,8 +89,8 @@ def _is_splittable(source: Source, shape: ModelShape, parts: Parts) -> bool:
         joined = [torch.cat(each, -1) for each in given]
         is_same = all(map(torch.equal, joined, logits(None)))
     except PROBE_ERRORS as reason:  # model code may not expect a part
-        logger.info("the LM head is not split: %s: %s", type(reason).__name__, reason)
+        logger.warning("the LM head is not split: %s: %s", type(reason).__name__, reason)
         return False
     if not is_same:
-        logger.info("the LM head is not split: its logits depend on one another")
+        logger.warning("the LM head is not split: its logits depend on one another")
     return is_same

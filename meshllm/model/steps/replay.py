@@ -48,12 +48,8 @@ class _State:
     tries: int = 0
     compiled: CompiledStep | None = None
     checks: int = 0
-    is_unfit: bool = False
-
-    def disable(self, x: Tensor, reason: str) -> None:
-        """Run such steps eagerly from now on."""
-        self.compiled, self.is_unfit = None, True
-        logger.info("steps of %d rows are not replayed: %s", x.shape[1], reason)
+    unfit: str = ""
+    """Why such steps run eagerly; empty if they may be replayed."""
 
 
 @dataclass(slots=True)
@@ -72,6 +68,12 @@ class Replay:
         """The memory of compiled steps; any thread may ask."""
         compiled = [state.compiled for state in list(self._states.values())]
         return self._scores.bytes + sum(each.bytes for each in compiled if each)
+
+    @property
+    def unfit(self) -> dict[int, str]:
+        """Why steps are not replayed, by their number of rows; any thread may ask."""
+        states = list(self._states.items())
+        return {rows: state.unfit for (rows, _), state in states if state.unfit}
 
     def step(
         self,
@@ -96,12 +98,12 @@ class Replay:
         if state.compiled and state.checks >= CHECKS:
             return state.compiled.run(x, places, caches, rows)
         is_early = state.uses <= (EAGER_STEPS if x.shape[1] > 1 else 1)
-        if state.is_unfit or is_early or not jit.jit_available():
+        if state.unfit or is_early or not jit.jit_available():
             return forward(x, places)
         state.tries += 1
         self.prepared += 1
         if state.tries > MOST_TRIES:
-            state.disable(x, "too many of them have NaN")
+            self._disable(state, x, "too many of them have NaN")
             return forward(x, places)
         if state.compiled:
             return self._check(state, x, places, caches, rows, forward)
@@ -111,7 +113,13 @@ class Replay:
         """Trace steps of so many rows from the next one on; return whether more are needed."""
         state = self._states.setdefault((rows, torch.get_num_threads()), _State())
         state.uses = max(state.uses, EAGER_STEPS)
-        return not state.is_unfit and (state.compiled is None or state.checks < CHECKS)
+        return not state.unfit and (state.compiled is None or state.checks < CHECKS)
+
+    def _disable(self, state: _State, x: Tensor, reason: str) -> None:
+        """Run steps of as many rows eagerly from now on."""
+        level = logging.INFO if self.unfit else logging.WARNING
+        state.compiled, state.unfit = None, reason.partition("\n")[0]
+        logger.log(level, "steps of %d rows are not replayed: %s", x.shape[1], reason)
 
     def _record(
         self,
@@ -128,7 +136,7 @@ class Replay:
             outputs = [_run_behind(length, x, places, caches, forward) for length in (_NEAR, _FAR)]
         except Exception as reason:  # from model code; invalid rows fail below, too
             output = forward(x, places)
-            state.disable(x, f"the forward fails with another cache length: {reason}")
+            self._disable(state, x, f"the forward fails with another cache length: {reason}")
             return output
         self.tracer = tracer = Tracer([x, places])
         try:
@@ -139,13 +147,13 @@ class Replay:
         if output.isnan().any():  # NaN never compares equal
             return output
         if not all(torch.equal(output, each) for each in outputs):
-            state.disable(x, "the forward depends on the cache length as a Python value")
+            self._disable(state, x, "the forward depends on the cache length as a Python value")
             return output
         try:
             threads = torch.get_num_threads()
             state.compiled = CompiledStep(tracer.end(output), x, threads, self._scores)
         except Exception as reason:  # `NotReplayable`, or an operation that is not supported
-            state.disable(x, f"{reason}")
+            self._disable(state, x, f"{reason}")
         return output
 
     def _check(
@@ -167,7 +175,7 @@ class Replay:
             return output
         state.checks += 1
         if not torch.equal(again, output):
-            state.disable(x, "replayed steps differ from the forward")
+            self._disable(state, x, "replayed steps differ from the forward")
         return output
 
 

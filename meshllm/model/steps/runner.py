@@ -11,7 +11,7 @@ from meshllm.model.split.kv_cache import SpanCache
 from meshllm.model.split.received_rows import ReceivedRows
 from meshllm.model.split.session_cache import SentRows, SessionCache
 from meshllm.model.split.shard import Shard
-from meshllm.model.steps.execution import Strategy
+from meshllm.model.steps.execution import Execution, Strategy
 from meshllm.model.steps.strategies import ReplayedSteps, Trial, choose_steps
 from meshllm.model.steps.trial import try_steps
 from meshllm.names import Span
@@ -35,7 +35,7 @@ class Runner:
         A shard has one runner, because a runner exchanges modules.
         """
         self.shard = shard
-        self.steps, self.execution = choose_steps(shard, counts, trial or try_steps, whole)
+        self.steps, self._execution = choose_steps(shard, counts, trial or try_steps, whole)
         self.step, self.step_many = self.steps.step, self.steps.step_many
         self.recompute, self.fill = self.steps.recompute, self.steps.fill
         self.runs_in_one_pass, self.warm_up_steps = self.steps.runs_in_one_pass, self.steps.warm_up
@@ -69,9 +69,21 @@ class Runner:
         return int(self.shard.model.config.get_text_config(decoder=True).vocab_size)
 
     @property
+    def name(self) -> str:
+        """What of the model it runs."""
+        return f"layers {self.span}" if self.span else "LM head"
+
+    @property
+    def execution(self) -> Execution:
+        """How it runs steps, as far as they were traced; any thread may ask."""
+        if not isinstance(self.steps, ReplayedSteps):
+            return self._execution
+        return self._execution.without_replay(self.steps.replay.unfit, self.steps.inner.counts)
+
+    @property
     def is_row_invariant(self) -> bool:
         """Whether several rows run in one pass, in about the time of one row."""
-        return self.execution.strategy is not Strategy.STOCK
+        return self._execution.strategy is not Strategy.STOCK
 
     @property
     def recorded_bytes(self) -> int:

@@ -32,7 +32,6 @@ from meshllm.model.device import (
     to_device,
     to_host,
 )
-from meshllm.model.kernels import jit
 from meshllm.model.modules.exchange import (
     exchange_modules,
     most_invariant_rows,
@@ -48,25 +47,20 @@ from meshllm.model.steps.attention_switch import Attend, AttentionSwitch
 from meshllm.model.steps.batched_cache import BatchedCache
 from meshllm.model.steps.cuda_graph import Graph
 from meshllm.model.steps.execution import (
+    NOT_CROPPABLE,
     Execution,
     Strategy,
+    graph_obstacle,
+    lacks_for_graphs,
     lacks_invariance,
     linears_of,
-    matrix_bytes,
     own_attention,
+    replay_obstacle,
 )
 from meshllm.model.steps.lm_head_only import find_head_modules, run_modules
 from meshllm.model.steps.replay import CHECKS, Replay
 from meshllm.model.steps.trace import NotReplayable, Tracer
 from meshllm.model.steps.trial import BEFORE, TRIED, CachedTrial, draw_rows, read_prompt
-
-REPLAYED_BYTES = 600_000_000
-"""Largest size of the matrices of a layer with which steps are replayed.
-
-Replay saves Python overhead, which hardly depends on the size of a layer. Measured on an AVX2
-processor at 15 GB/s, for a step of one row: 26 % at 31 MB a layer (Qwen3-0.6B), 8 % at 394 MB
-(Qwen3-8B), 42 and 12 % with int8. From about 600 MB on it would be less than 5 %.
-"""
 
 RECOMPUTED_ROWS = 7 * MOST_ROWS
 """Rows of a session that are computed again in one pass, where the kernels of matrices allow."""
@@ -220,7 +214,7 @@ class InvariantSteps:
         except PROBE_ERRORS as error:  # such as more rows than the model has positions
             reason = f"{type(error).__name__}: {error}"
         if reason:
-            logger.info("%d rows at a time are computed again, not more: %s", MOST_ROWS, reason)
+            logger.warning("%d rows at a time are computed again, not more: %s", MOST_ROWS, reason)
         else:
             self.most_recomputed = RECOMPUTED_ROWS
 
@@ -396,11 +390,13 @@ def choose_steps(
     ``whole`` is the whole model on meta; None builds it.
     """
     if not counts:
-        return _stock(shard, "one row per step is requested")
+        is_able = shard.new_cache().croppable
+        reason = "one row per step is requested" if is_able else NOT_CROPPABLE
+        return _stock(shard, reason, is_fallback=not is_able)
     config, device = shard.model.config, shard.device
     whole = build(config, shard.model.dtype).model if whole is None else whole
     if reason := lacks_invariance(config, whole, device):
-        return _stock(shard, reason)
+        return _stock(shard, reason, is_fallback=True)
     try:
         if device != CPU:
             return _on_gpu(shard, trial)
@@ -409,18 +405,8 @@ def choose_steps(
         restore_modules(shard.model)
         if device == CPU and is_out_of_memory(error):  # a GPU may have enough for stock steps
             raise
-        reason = (
-            str(error) if isinstance(error, NotInvariant) else f"{type(error).__name__}: {error}"
-        )
-        logger.warning(
-            "row-invariant kernels disabled (%s): no batched verification, no session batching",
-            reason,
-        )
-        return _stock(shard, reason)
-    own = own_attention(config, shard.model.dtype)
-    if reason := _replay_obstacle(shard):
-        return steps, _execution(shard, Strategy.INVARIANT, own, reason)
-    return ReplayedSteps(steps), _execution(shard, Strategy.REPLAYED, own)
+        return _stock(shard, _reason_of(error, device), is_fallback=True)
+    return _replayed(shard, steps)
 
 
 def positions_of(x: Tensor, caches: Sequence[SpanCache], rows: Sequence[int]) -> Tensor:
@@ -432,13 +418,42 @@ def positions_of(x: Tensor, caches: Sequence[SpanCache], rows: Sequence[int]) ->
     return torch.cat(parts)[None]
 
 
-def _stock(shard: Shard, reason: str) -> tuple[Steps, Execution]:
-    return StockSteps(shard), _execution(shard, Strategy.STOCK, "torch", reason)
+def _stock(shard: Shard, reason: str, *, is_fallback: bool = False) -> tuple[Steps, Execution]:
+    if is_fallback:
+        logger.warning(
+            "row-invariant kernels disabled (%s): no batched verification, no session batching",
+            reason,
+        )
+    return StockSteps(shard), _execution(
+        shard, Strategy.STOCK, "torch", reason, is_fallback=is_fallback
+    )
 
 
-def _execution(shard: Shard, strategy: Strategy, attention: str, reason: str = "") -> Execution:
+def _reason_of(error: Exception, device: torch.device) -> str:
+    """Return why steps are not row-invariant, first what the user can install."""
+    if isinstance(error, NotInvariant):
+        return str(error)
+    lacking = lacks_for_graphs() if device != CPU else ""
+    return "; ".join(filter(None, (lacking, f"{type(error).__name__}: {error}")))
+
+
+def _replayed(shard: Shard, steps: InvariantSteps) -> tuple[Steps, Execution]:
+    own = own_attention(shard.model.config, shard.model.dtype)
+    layers = [shard.layer(at) for at in range(shard.span.start, shard.span.stop)]
+    obstacle, is_fallback = replay_obstacle(layers or [shard.model], shard.new_cache(), shard.quant)
+    if is_fallback:
+        logger.warning("steps are slower: %s", obstacle)
+    if obstacle:
+        return steps, _execution(shard, Strategy.INVARIANT, own, obstacle, is_fallback=is_fallback)
+    return ReplayedSteps(steps), _execution(shard, Strategy.REPLAYED, own)
+
+
+def _execution(
+    shard: Shard, strategy: Strategy, attention: str, reason: str = "", *, is_fallback: bool = False
+) -> Execution:
     threads = torch.get_num_threads() if shard.device == CPU else 0
-    return Execution(strategy, linears_of(shard.model), attention, reason, threads)
+    linears = linears_of(shard.model)
+    return Execution(strategy, linears, attention, reason, threads, is_fallback)
 
 
 def _try(shard: Shard, steps: GraphSteps | InvariantSteps, trial: Trial, rows: int) -> None:
@@ -454,8 +469,8 @@ def _try(shard: Shard, steps: GraphSteps | InvariantSteps, trial: Trial, rows: i
 
 
 def _on_gpu(shard: Shard, trial: Trial) -> tuple[Steps, Execution]:
-    if not shard.new_cache().extends:
-        raise NotInvariant("its caches cannot be written from a CUDA graph")
+    if reason := graph_obstacle(shard.new_cache()):
+        raise NotInvariant(reason)
     steps = GraphSteps(shard)
     _try(shard, steps, trial, MOST_ROWS)
     return steps, _execution(shard, Strategy.GRAPH, "own")
@@ -480,18 +495,6 @@ def _on_cpu(shard: Shard, whole: nn.Module, counts: frozenset[int], trial: Trial
     else:
         steps.try_recompute(trial)
     return steps
-
-
-def _replay_obstacle(shard: Shard) -> str:
-    """Return why steps are not replayed; "" if they are."""
-    if not shard.new_cache().extends:
-        return "no replay: its caches cannot be written from a trace"
-    if not jit.jit_available():
-        return "no replay: executable memory is forbidden"
-    size = matrix_bytes(shard.model, shard.quant) // max(1, len(shard.span))
-    if size > REPLAYED_BYTES:
-        return f"no replay: it gains less than 5 % with {size // 10**6} MB per layer"
-    return ""
 
 
 def _traced_attention(

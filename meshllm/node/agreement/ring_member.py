@@ -129,9 +129,15 @@ class RingMember:
 
     @property
     def execution(self) -> str:
-        """The execution mode of the model, or which layers are loaded in advance; may be empty."""
-        if self.rank:
-            return str(self.rank.runners[0].execution)
+        """How the model is run here, or which layers are loaded in advance; may be empty."""
+        if self.rank and self.model:
+            from meshllm.model.steps.execution import describe
+
+            refusal = self.model.refused_gpu
+            parts = [
+                (each.name, each.execution.instead_of_gpu(refusal)) for each in self.rank.runners
+            ]
+            return describe(parts, self.rank.draft_execution)
         ahead = self.runtime.preloaded if self.runtime else None
         rank = ahead.rank(self._machine.me) if ahead else None
         if ahead is None or rank is None:

@@ -1,5 +1,6 @@
 """The model on one node: loads the span of the plan in force, and configures how it runs."""
 
+import logging
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from copy import copy
 from dataclasses import replace
@@ -9,7 +10,7 @@ import torch
 
 from meshllm.errors import OutOfMemory
 from meshllm.model.capacity import shape_of
-from meshllm.model.device import CPU, choose, free_bytes
+from meshllm.model.device import CPU, choose, free_bytes, refused_gpu
 from meshllm.model.files.source import Source
 from meshllm.model.parity.check import check
 from meshllm.model.parity.verdict import Verdict
@@ -38,6 +39,8 @@ from meshllm.transport.contract import MAX_MESSAGE_BYTES
 
 DEFAULTS = InferenceConfig()
 
+logger = logging.getLogger(__name__)
+
 PRELOAD_IDLE_S = 1.0  # s without other computation before layers are loaded in advance
 
 _HEADER_BYTES = 256  # upper bound of a sealed message without its rows
@@ -64,6 +67,8 @@ class ModelRuntime:
         self.config = config
         self.quant = config.quant or Quant.NONE
         self.device = torch.device(config.device)
+        self.refused_gpu = ""
+        """Why the CPU is used though there is a GPU; empty if it is not."""
         self.wire = config.wire
         self.max_crop = max_crop_of(source.config, shape.layers) if verdict.croppable else 0
         """Most tokens by which a KV cache can be cropped; None is unlimited."""
@@ -107,10 +112,15 @@ class ModelRuntime:
         shape = await worker.run(shape_of, source, dtype, quant, config.cache)
         kind: torch.dtype = getattr(torch, shape.dtype)
         device = await worker.run(choose, config.device, kind, quant)
+        refusal = await worker.run(refused_gpu, config.device, kind, quant)
+        if refusal:
+            logger.warning("computing on the CPU: %s", refusal)
         drafts = await worker.run(find_draft, draft, source) if draft else None
         wire = await worker.run(resolve_wire_mode, config.wire, source.config, kind)
         config = replace(config, wire=wire, device=str(device))
-        return cls(source, worker, shape, verdict, config, drafts)
+        runtime = cls(source, worker, shape, verdict, config, drafts)
+        runtime.refused_gpu = refusal
+        return runtime
 
     def rank(self, worker: Worker, *, divides_head: bool, **changes: Any) -> Self:
         """Return a runtime of the same model for another rank in this process."""

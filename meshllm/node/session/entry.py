@@ -12,6 +12,7 @@ from meshllm.errors import LinkLost, MeshError, PeerFault
 from meshllm.model.speculation.draft_model import ModelDrafting
 from meshllm.model.speculation.prompt_lookup import SuffixDrafting
 from meshllm.model.split.session_cache import SessionCache
+from meshllm.model.steps.execution import Execution
 from meshllm.model.steps.runner import Runner, SpanRunner
 from meshllm.names import SessionId, WireMode
 from meshllm.node.admission_queue import AdmissionQueue
@@ -144,6 +145,12 @@ class EntryNode:
         """Memory of the draft model, if there is one."""
         draft = self._config.draft
         return draft.bytes if isinstance(draft, ModelDrafting) else 0
+
+    @property
+    def draft_execution(self) -> Execution | None:
+        """How the draft model is run, if there is one."""
+        draft = self._config.draft
+        return draft.execution if isinstance(draft, ModelDrafting) else None
 
     @property
     def layers(self) -> SpanRunner:

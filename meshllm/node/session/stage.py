@@ -76,6 +76,7 @@ class StageNode:
 
     drafting = None
     draft_bytes = 0
+    draft_execution = None
 
     @property
     def budget(self) -> KvBudget:

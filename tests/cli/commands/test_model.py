@@ -4,6 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from meshllm.model import shape
 from meshllm.model.files import source
@@ -36,6 +37,23 @@ def test_show_json(meshllm: Invoke) -> None:
     assert shape["here"]["layers_with_ends"] == 8
     assert shape["here"]["execution"]["strategy"] == "stock"
     assert "--dtype bfloat16" in shape["here"]["execution"]["reason"]
+
+
+@pytest.mark.parametrize("lacking", [None, "Triton"])
+def test_show_tells_how_a_gpu_would_run_it(
+    meshllm: Invoke, monkeypatch: pytest.MonkeyPatch, lacking: str | None
+) -> None:
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr("meshllm.model.device.choose", lambda wanted, _: {"auto": gpu}[wanted])
+    monkeypatch.setattr("meshllm.model.steps.execution.missing_for_cuda_graphs", lambda: lacking)
+
+    text = meshllm("model", "show", "builtin").stdout
+    here = json.loads(meshllm("model", "show", "builtin", "--json").stdout)["here"]
+
+    engine = "stock (a CUDA graph needs Triton); attention: torch"
+    assert f"\nGPU engine    {engine if lacking else 'CUDA graph; attention: own'}\n" in text
+    assert here["device"] == "cuda:0"
+    assert here["execution"]["is_fallback"] is (lacking is not None)
 
 
 def test_show_counts_the_layers_that_fit(meshllm: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:

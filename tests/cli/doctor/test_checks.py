@@ -15,6 +15,7 @@ from meshllm.errors import LinkLost, PeerFault
 from meshllm.model import device
 from meshllm.model.locate import find_folder
 from meshllm.model.parity.verdict import known_verdicts
+from meshllm.model.steps.execution import Execution, Strategy
 from meshllm.names import show
 from meshllm.node.membership.state_store import StateStore
 from meshllm.status import NodeState
@@ -370,6 +371,21 @@ def test_measuring_threads_leaves_their_number_and_may_fail(
         assert (told.verdict, told.found) == ("fail", error.partition("\n")[0])
     else:
         assert told.found.endswith(f"; {before + 1} threads")
+
+
+@pytest.mark.parametrize("is_fallback", [False, True])
+def test_a_fallback_is_a_warning(monkeypatch: pytest.MonkeyPatch, *, is_fallback: bool) -> None:
+    found = Execution(Strategy.STOCK, reason="why", is_fallback=is_fallback)
+    monkeypatch.setattr("meshllm.model.steps.execution.forecast", lambda *_: found)
+
+    told = checks.check_execution(Settings(model="builtin", threads=1))
+    monkeypatch.setattr(device, "refused_gpu", lambda *_: "too old")
+    refused = checks.check_execution(Settings(model="builtin", threads=1))
+
+    assert told.verdict == ("warn" if is_fallback else "ok")
+    assert told.found.startswith("stock (why); ")
+    assert refused.verdict == "warn"
+    assert refused.found.startswith("stock (too old; why); ")
 
 
 def test_missing_compiled_kernels_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,6 +52,10 @@ def drafting(draft: Draft) -> ModelDrafting:
     return draft.load()
 
 
+def test_how_a_draft_model_runs_is_told(drafting: ModelDrafting) -> None:
+    assert "--dtype bfloat16" in drafting.execution.reason
+
+
 class Watched:
     """Records what a draft model reads."""
 

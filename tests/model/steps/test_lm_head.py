@@ -1,5 +1,6 @@
 """A split LM head has the logits of the whole one, or is not split."""
 
+import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,7 @@ def test_a_head_cast_on_load_is_not_split(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_head_with_dependent_logits_is_not_split(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(head, "LEAST", 1)
     monkeypatch.setattr(head, "LEAST_OUTPUTS", 1)
@@ -122,6 +123,7 @@ def test_a_head_with_dependent_logits_is_not_split(
     )
 
     assert find_parts(source, shape_of(source)) is None
+    assert told(caplog) == ["the LM head is not split: its logits depend on one another"]
 
 
 def test_the_logits_of_parts_are_compared_once_per_machine(
@@ -136,7 +138,13 @@ def test_the_logits_of_parts_are_compared_once_per_machine(
     assert [find(), find(), find()] == [None, PARTS, PARTS]  # a failure is not cached
 
 
-def test_a_custom_head_is_not_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+
+
+def test_a_custom_head_is_not_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(head, "LEAST", 1)
     monkeypatch.setattr(head, "LEAST_OUTPUTS", 1)
     source = tiny_model(tmp_path)
@@ -149,3 +157,5 @@ def test_a_custom_head_is_not_split(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ModelError, match="type `Other` cannot be split"):
         head_of(source, PARTS[0])
     assert find_parts(source, shape_of(source)) is None
+    (warning,) = told(caplog)
+    assert "ModelError: An LM head of type `Other`" in warning

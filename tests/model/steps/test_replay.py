@@ -18,6 +18,7 @@ from meshllm.model.modules.linear_onednn import PackedLinear
 from meshllm.model.split.kv_cache import SpanCache
 from meshllm.model.steps import compiled_step, replay
 from meshllm.model.steps.compiled_step import CompiledStep
+from meshllm.model.steps.execution import Strategy
 from meshllm.model.steps.load import load_shard
 from meshllm.model.steps.replay import CHECKS, MOST_TRIES, SETTLED, Replay
 from meshllm.model.steps.runner import Runner
@@ -52,6 +53,11 @@ def filled(runner: Runner, length: int, seed: int = 0) -> SpanCache:
     cache = runner.new_cache()
     runner.prefill(ids(length, seed), cache)
     return cache
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    own = [each for each in caplog.records if each.name == replay.__name__]
+    return [each.getMessage() for each in own if each.levelno == logging.WARNING]
 
 
 def steps_of(runner: Runner) -> ReplayedSteps:
@@ -358,11 +364,11 @@ def test_rows_with_nan_prove_nothing(tmp_path: Path) -> None:
         assert runner.step(bad, cache).isnan().all()
 
     state = steps_of(runner).replay._states[2, torch.get_num_threads()]
-    assert not state.is_unfit
+    assert not state.unfit
     assert state.checks == 0
     for _ in range(MOST_TRIES):
         assert runner.step(bad, cache).isnan().all()
-    assert (state.is_unfit, state.compiled) == (True, None)  # each try costs time
+    assert (bool(state.unfit), state.compiled) == (True, None)  # each try costs time
 
 
 class Untraceable(nn.Module):
@@ -399,14 +405,15 @@ def test_a_forward_that_cannot_be_traced_runs_eagerly(
     steps_of(runner).replay = Replay()
     cache, other = filled(runner, 6), filled(runner, 6)
 
-    with caplog.at_level(logging.INFO, logger=replay.__name__):
-        outputs = [runner.step(ids(1, seed), cache) for seed in range(12)]
+    outputs = [runner.step(ids(1, seed), cache) for seed in range(12)]
+    assert "no replay of steps of 1 row: " in runner.execution.reason
     forget(runner)
     module.steps = 2 if kind == "counts" else 0
     plain = [runner.step(ids(1, seed), other) for seed in range(12)]
 
-    assert "steps of 1 rows are not" in caplog.text
-    assert steps_of(runner).replay._states[1, torch.get_num_threads()].is_unfit
+    (warning,) = warnings_of(caplog)
+    assert warning.startswith("steps of 1 rows are not replayed: ")
+    assert steps_of(runner).replay._states[1, torch.get_num_threads()].unfit
     if kind != "counts":
         assert all(map(torch.equal, outputs, plain))
 
@@ -450,13 +457,38 @@ def test_a_forward_that_reads_the_cache_length_is_not_replayed(
             for each in runner.step_many([ids(1, seed)] * sessions, caches)
         ]
 
-    with caplog.at_level(logging.INFO, logger=replay.__name__):
-        outputs = run()
+    outputs = run()
     forget(runner)
 
     assert all(map(torch.equal, outputs, run()))
-    assert "steps of" in caplog.text
-    assert "cache" in caplog.text
+    (warning,) = warnings_of(caplog)
+    assert "cache" in warning
+
+
+def test_steps_that_are_not_replayed_are_told_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner, module = runner_of(tmp_path), Untraceable("draws")
+    layer = runner.shard.model.model.layers[1].mlp
+    before = runner.execution
+    layer.register_forward_hook(lambda _module, _args, output: module(output))
+    steps_of(runner).replay = Replay()
+    cache, told = filled(runner, 6), list[tuple[Strategy, str, bool]]()
+
+    for counts in ([3, 2], [1, 5, 9]):
+        for count in counts:
+            for seed in range(SETTLED):
+                runner.step(ids(count, seed), cache)
+        found = runner.execution
+        told.append((found.strategy, found.reason.partition(": ")[0], found.is_fallback))
+
+    assert (before.strategy, before.reason, before.is_fallback) == (Strategy.REPLAYED, "", False)
+    assert told == [
+        (Strategy.REPLAYED, "no replay of steps of 2, 3 rows", True),
+        (Strategy.INVARIANT, "no replay", True),
+    ]
+    (warning,) = warnings_of(caplog)
+    assert warning.startswith("steps of 3 rows are not replayed: ")
 
 
 def test_overlapping_tensors_stay_with_torch(tmp_path: Path) -> None:

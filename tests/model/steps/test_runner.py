@@ -29,8 +29,15 @@ from meshllm.model.split.kv_cache import SpanCache
 from meshllm.model.split.shard import Shard
 from meshllm.model.split.skeleton import build
 from meshllm.model.split.stubs import ProjectionStub
-from meshllm.model.steps import strategies, trial
-from meshllm.model.steps.execution import Strategy, forecast
+from meshllm.model.steps import execution, strategies, trial
+from meshllm.model.steps.execution import (
+    NOT_CROPPABLE,
+    Execution,
+    Strategy,
+    describe,
+    forecast,
+    matrix_bytes,
+)
 from meshllm.model.steps.load import load_shard
 from meshllm.model.steps.runner import Runner
 from meshllm.model.steps.strategies import RECOMPUTED_ROWS, InvariantSteps, ReplayedSteps
@@ -192,7 +199,7 @@ def test_many_rows_are_tried_after_load_unless_they_were(
     shard = load_shard(source, Span(0, 6), embed=True, head=False)
     monkeypatch.setattr(strategies, "most_invariant_rows", lambda _: RECOMPUTED_ROWS)
     if not is_replayed:
-        monkeypatch.setattr(strategies, "REPLAYED_BYTES", 0)
+        monkeypatch.setattr(execution, "REPLAYED_BYTES", 0)
 
     def try_steps(_: object, steps: InvariantSteps, most: int) -> str:
         tried.append(most)
@@ -226,7 +233,7 @@ def test_many_rows_are_tried_after_load_unless_they_were(
 
 @pytest.mark.parametrize("reason", ["", "they differ"])
 def test_many_rows_are_computed_again_in_one_pass_only_if_that_was_tried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, reason: str
 ) -> None:
     source, passes, run = tiny_model(tmp_path, dtype=torch.bfloat16), [], InvariantSteps.run
     shard = load_shard(source, Span(0, 6), embed=True, head=False)
@@ -243,6 +250,9 @@ def test_many_rows_are_computed_again_in_one_pass_only_if_that_was_tried(
 
     assert passes == ([MOST_ROWS] * 7 if reason else [RECOMPUTED_ROWS])  # one row is a step
     assert runner.is_row_invariant
+    assert warnings_of(caplog) == (
+        [f"{MOST_ROWS} rows at a time are computed again, not more: {reason}"] if reason else []
+    )
 
 
 def test_a_model_with_few_positions_is_row_invariant_all_the_same(
@@ -273,6 +283,9 @@ def test_a_model_that_is_not_row_invariant_says_why(
 
     assert runner.execution.strategy is Strategy.STOCK
     assert REFUSED[family] in runner.execution.reason
+    assert runner.execution.is_fallback
+    (warning,) = warnings_of(caplog)
+    assert REFUSED[family] in warning
     assert not runner.is_row_invariant
     assert not runner.runs_in_one_pass(3)
     rows = torch.split(ids(3, seed=1), 1, 1)
@@ -281,18 +294,16 @@ def test_a_model_that_is_not_row_invariant_says_why(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_other_dtypes_on_a_cpu_hint_at_bfloat16(tmp_path: Path, dtype: torch.dtype) -> None:
-    execution = runner_of(tmp_path, "qwen3", dtype).execution
+    told = runner_of(tmp_path, "qwen3", dtype).execution
 
-    assert execution.strategy is Strategy.STOCK
-    assert "--dtype bfloat16" in execution.reason
-    assert dict(execution.linears).keys() == {"torch"}
+    assert told.strategy is Strategy.STOCK
+    assert "--dtype bfloat16" in told.reason
+    assert dict(told.linears).keys() == {"torch"}
 
 
-def test_the_execution_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_execution_is_described(tmp_path: Path) -> None:
     runner = runner_of(tmp_path, "qwen3", torch.bfloat16)
     require_row_invariant(runner)
-    monkeypatch.setattr("meshllm.model.steps.strategies.REPLAYED_BYTES", 0)
-    eager = runner_of(tmp_path, "qwen3", torch.bfloat16)
     config = runner.shard.model.config
     plain = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16).config
     whole, foreseen = build(plain, torch.bfloat16).model, forecast(plain, torch.bfloat16, CPU)
@@ -301,8 +312,6 @@ def test_the_execution_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert sum(count for _, count in runner.execution.linears) == sum(
         isinstance(module, nn.Linear) for module in whole.modules()
     )
-    assert eager.execution.strategy is Strategy.INVARIANT
-    assert "less than 5 %" in eager.execution.reason
     assert foreseen.strategy is Strategy.REPLAYED
     assert (runner.execution.threads, foreseen.threads) == (torch.get_num_threads(), 0)
     assert str(replace(foreseen, threads=2)) == f"{foreseen}; 2 threads"
@@ -311,14 +320,144 @@ def test_the_execution_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert config._attn_implementation == before
 
 
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    own = [each for each in caplog.records if each.name.startswith("meshllm.")]
+    return [each.getMessage() for each in own if each.levelno == logging.WARNING]
+
+
+def how(told: Execution) -> tuple[Strategy, str, bool]:
+    return told.strategy, told.reason, told.is_fallback
+
+
+@pytest.mark.parametrize("quant", [Quant.NONE, Quant.INT8])
+def test_large_layers_are_foreseen_to_run_without_replay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, quant: Quant
+) -> None:
+    source = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16)
+    monkeypatch.setattr(execution, "REPLAYED_BYTES", 0)
+
+    runner = Runner(load_shard(source, Span(0, 6), embed=True, head=True, quant=quant), COUNTS)
+
+    require_row_invariant(runner)
+    told = runner.execution
+    assert (told.strategy, told.is_fallback) == (Strategy.INVARIANT, False)
+    assert "less than 5 %" in told.reason
+    assert how(forecast(source.config, torch.bfloat16, CPU, quant)) == how(told)
+    assert not warnings_of(caplog)  # as measured: nothing is lost
+
+
+def test_the_size_of_quantised_layers_is_foreseen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16)
+    shard = load_shard(source, Span(0, 6), embed=True, head=True, quant=Quant.INT8)
+    whole = build(source.config, torch.bfloat16)
+
+    sizes = [matrix_bytes(each, Quant.INT8) for each in (shard.layer(0), whole.parts[0])]
+
+    assert sizes[0] == sizes[1] < matrix_bytes(whole.parts[0], Quant.NONE)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mamba2"])
+def test_one_row_per_step_is_a_fallback_only_if_the_model_needs_it(
+    tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = runner_of(tmp_path, family, torch.bfloat16, ()).execution
+
+    is_able = family == "qwen3"
+    reason = "one row per step is requested" if is_able else NOT_CROPPABLE
+    assert how(told) == (Strategy.STOCK, reason, not is_able)
+    assert len(warnings_of(caplog)) == (not is_able)
+    if not is_able:
+        config = tiny_model(tmp_path, family, dtype=torch.bfloat16).config
+        assert how(forecast(config, torch.bfloat16, CPU)) == how(told)
+
+
+def test_caches_that_cannot_be_written_from_a_trace_are_a_fallback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(SpanCache, "extends", False)
+    config = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16).config
+
+    runner = runner_of(tmp_path, "qwen3", torch.bfloat16)
+
+    require_row_invariant(runner)
+    assert how(forecast(config, torch.bfloat16, CPU)) == how(runner.execution)
+    reason = "no replay: its caches cannot be written from a trace"
+    assert how(runner.execution) == (Strategy.INVARIANT, reason, True)
+    assert warnings_of(caplog) == [f"steps are slower: {reason}"]
+    graph = forecast(config, torch.bfloat16, torch.device("cuda"))
+    assert how(graph) == (
+        Strategy.STOCK, "its caches cannot be written from a CUDA graph", True
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("lacking", ["Triton", None])
+def test_what_cuda_graphs_lack_is_foreseen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: str | None
+) -> None:
+    config = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16).config
+    monkeypatch.setattr(execution, "missing_for_cuda_graphs", lambda: lacking)
+
+    foreseen = forecast(config, torch.bfloat16, torch.device("cuda"))
+
+    if lacking:
+        assert how(foreseen) == (Strategy.STOCK, "a CUDA graph needs Triton", True)
+    else:
+        assert how(foreseen) == (Strategy.GRAPH, "", False)
+
+
+@pytest.mark.parametrize("lacking", ["Triton", None])
+def test_a_gpu_without_graphs_says_what_they_lack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: str | None
+) -> None:
+    source = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16)
+    shard = load_shard(source, Span(0, 6), embed=True, head=True)
+    shard.device = torch.device("cuda")
+    monkeypatch.setattr(execution, "missing_for_cuda_graphs", lambda: lacking)
+
+    def capture(_: object) -> None:
+        raise ImportError("no module")
+
+    monkeypatch.setattr(strategies, "GraphSteps", capture)
+
+    told = Runner(shard, COUNTS).execution
+
+    reason = "a CUDA graph needs Triton; " if lacking else ""
+    assert how(told) == (Strategy.STOCK, f"{reason}ImportError: no module", True)
+
+
+def test_parts_that_run_alike_are_described_together() -> None:
+    layers = Execution(Strategy.REPLAYED, (("own bf16", 7),), "own", threads=2)
+    head = replace(layers, linears=(("own bf16", 1),))
+    slow = layers.without_replay({3: "it draws", 2: "it draws"}, frozenset({1, 2, 3}))
+
+    alike = describe([("layers 0:1", layers), ("LM head", head)])
+    unlike = describe([("layers 0:1", slow), ("LM head", head), ("LM head", head)], layers)
+
+    assert alike == "replayed; attention: own; linears: 8 own bf16; 2 threads"
+    assert unlike == (
+        "layers 0:1: replayed (no replay of steps of 2, 3 rows: it draws); attention: own;"
+        " linears: 7 own bf16; 2 threads; LM head: replayed; attention: own; linears: 2 own bf16;"
+        f" 2 threads; draft model: {layers}"
+    )
+
+
+def test_the_reason_against_a_gpu_comes_first() -> None:
+    told = Execution(Strategy.STOCK, reason="float32")
+
+    assert told.instead_of_gpu("") == told
+    assert how(told.instead_of_gpu("too old")) == (Strategy.STOCK, "too old; float32", True)
+
+
 def test_a_failed_trial_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16)
 
     Runner(load_as(Coupled, source), COUNTS)
 
-    (record,) = [each for each in caplog.records if each.levelno == logging.WARNING]
-    assert "row-invariant kernels disabled (" in record.message
-    assert "no batched verification, no session batching" in record.message
+    (warning,) = warnings_of(caplog)
+    assert "row-invariant kernels disabled (" in warning
+    assert "no batched verification, no session batching" in warning
 
 
 def test_an_internal_error_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,7 +496,7 @@ def test_without_executable_memory_nothing_is_replayed(
 
     assert runner.execution.strategy is Strategy.INVARIANT
     assert runner.execution.reason == "no replay: executable memory is forbidden"
-    assert foreseen.strategy is Strategy.INVARIANT
+    assert how(foreseen) == how(runner.execution)
 
 
 def test_a_trial_without_enough_memory_disables_nothing(tmp_path: Path) -> None:

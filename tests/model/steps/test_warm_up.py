@@ -124,4 +124,4 @@ def test_warm_up_ends_if_nothing_can_be_traced(tmp_path: Path) -> None:
         norm.fill_(float("nan"))  # NaN proves nothing
 
     assert 0 < len(list(islice(runner.warm_up_steps(), most))) < most
-    assert not any(state.is_unfit for state in runner.steps.replay._states.values())
+    assert not any(state.unfit for state in runner.steps.replay._states.values())

@@ -3,9 +3,10 @@
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from meshllm.errors import ModelError
+from meshllm.model.steps.execution import Execution, Strategy
 from meshllm.names import LossCause, NodeId, short
 from meshllm.protocol.membership.records import Lifecycle, StateRecord
 from meshllm.protocol.planning.chunking import ring_times
@@ -38,6 +39,30 @@ def test_a_node_without_a_model_is_joining() -> None:
         assert (place.member.plan, place.own.sessions) == (None, 0)
         assert place.member.serving_entry() is None
         assert place.member.reason == "nobody"
+
+    run(story)
+
+
+def test_all_that_runs_here_is_told() -> None:
+    async def story() -> None:
+        place, layers = Place(), Execution(Strategy.REPLAYED, attention="own")
+        slow = replace(layers, strategy=Strategy.INVARIANT, reason="no replay: it draws")
+        first, second, head = (
+            SimpleNamespace(name=name, execution=found)
+            for name, found in (("layers 0:1", layers), ("layers 1:2", slow), ("LM head", layers))
+        )
+
+        def told(runners: list[SimpleNamespace], draft: Execution | None, refusal: str) -> str:
+            place.work(SimpleNamespace(runners=runners, draft_execution=draft))
+            place.member.model = cast("Any", SimpleNamespace(refused_gpu=refusal))
+            return place.member.execution
+
+        place.serve()
+        assert told([first, head], None, "") == str(layers)
+        assert told([first, second, head], slow, "") == (
+            f"layers 0:1, LM head: {layers}; layers 1:2: {slow}; draft model: {slow}"
+        )
+        assert told([first], None, "too old") == "replayed (too old); attention: own"
 
     run(story)
 

@@ -1,6 +1,7 @@
 """What one node loads for one plan after the other."""
 
 import gc
+import logging
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from meshllm.model.files.source import Source, resolve
 from meshllm.model.steps import lm_head as head
 from meshllm.names import NodeId, Span
 from meshllm.node.compute.worker import Worker
+from meshllm.node.ring import model_runtime
 from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.node.ring.span_loader import LoadedSpan, SpanLoader
 from meshllm.protocol.planning.chunking import RankTimes, RingTimes, usual_pace
@@ -49,6 +51,18 @@ def divided_head(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_nothing_is_loaded_at_first(model: ModelRuntime) -> None:
     assert model._held is None
     assert (model.shape.layers, model.shape.dtype, model.context) == (6, "float32", 128)
+
+
+async def test_a_gpu_that_is_not_used_is_told(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(model_runtime, "refused_gpu", lambda *_: "`cuda:0` is too old")
+
+    model = await ModelRuntime.open(resolve(str(llama)), Worker(InlineExecutor()))
+
+    assert model.rank(model.worker, divides_head=True).refused_gpu == "`cuda:0` is too old"
+    (record,) = [each for each in caplog.records if each.levelno == logging.WARNING]
+    assert record.getMessage() == "computing on the CPU: `cuda:0` is too old"
 
 
 async def test_a_node_alone_holds_everything(model: ModelRuntime) -> None:
