@@ -11,7 +11,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import llvmlite
 import torch
+import transformers
 from torch import Tensor, nn
 
 import meshllm
@@ -97,7 +99,8 @@ def measure_speed(
     """
     key: tuple[str | float, ...] = (
         config_digest(source).hex(), str(dtype), quant, torch.get_num_threads(), torch.__version__,
-        meshllm.__version__, name_of(device), *machine(), "chunks by median, warm",
+        transformers.__version__, llvmlite.__version__, meshllm.__version__, name_of(device),
+        *machine(), "chunks by median, warm",
     )  # fmt: skip
     if known := _read(load_cached(cache, *key)):
         return known
