@@ -1,1 +1,13 @@
 """Transports: the contract that plugins implement, and the registry of installed plugins."""
+
+__all__ = [
+    "contract",
+    "half_open",
+    "interfaces",
+    "laned_link",
+    "lanes",
+    "linger",
+    "registry",
+    "stream",
+    "waiting",
+]

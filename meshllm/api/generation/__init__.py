@@ -1,1 +1,13 @@
 """One request of the mesh behind every dialect: its fields, limits, tools, and its reply."""
+
+__all__ = [
+    "extension",
+    "generating",
+    "headers",
+    "precision",
+    "prompts",
+    "reply",
+    "service",
+    "structured",
+    "tools",
+]

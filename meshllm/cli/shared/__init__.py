@@ -1,1 +1,13 @@
 """Shared by several commands: options, the client of the running node, answers."""
+
+__all__ = [
+    "answer",
+    "client",
+    "complete",
+    "deferred",
+    "events",
+    "local",
+    "options",
+    "signals",
+    "units",
+]

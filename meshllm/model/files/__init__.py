@@ -1,1 +1,3 @@
 """Files of a model: config, weights, and their digests."""
+
+__all__ = ["loader", "manifest", "parts", "source"]

@@ -1,1 +1,3 @@
 """Drafters of speculative decoding."""
+
+__all__ = ["draft_model", "prompt_lookup"]

@@ -1,1 +1,3 @@
 """Links to other nodes: discovery, dialling, encryption."""
+
+__all__ = ["beacon", "dialer", "endpoints", "mesh_link", "peer_address", "secure"]

@@ -1,1 +1,3 @@
 """TLS identity and congestion control."""
+
+__all__ = ["congestion", "identity"]

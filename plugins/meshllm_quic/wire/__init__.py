@@ -1,1 +1,3 @@
 """Wire formats: datagrams, stream records, cookies and routes."""
+
+__all__ = ["cookies", "lanes", "offer", "packets", "routes"]
