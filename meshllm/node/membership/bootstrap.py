@@ -3,9 +3,10 @@
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from blake3 import blake3
@@ -14,7 +15,7 @@ from meshllm.errors import LinkLost, NotAuthorised, UserError
 from meshllm.names import NodeId
 from meshllm.node.membership.admission import REMOVED
 from meshllm.node.membership.state_store import StateStore
-from meshllm.node.net.beacon import GuestBeacons, open_beacon
+from meshllm.node.net.beacon import GuestBeacons, Heard, open_beacon
 from meshllm.node.net.dialer import NodeDialer
 from meshllm.node.net.endpoints import by_scheme
 from meshllm.node.net.peer_address import Local
@@ -148,11 +149,9 @@ async def dial_inviter(
 
     logged, closed = "", 0
     async with AsyncExitStack() as stack:
+        pause: Callable[[], Awaitable[None]] = partial(asyncio.sleep, REDIAL_S)
         if discovery:
-            code = GuestBeacons(ticket.psk, store.key.node)
-            beacon = open_beacon(code, store.key.node, hear)
-            asking = asyncio.ensure_future((await stack.enter_async_context(beacon)).run(ASK_S))
-            stack.callback(asking.cancel)
+            pause = await stack.enter_async_context(_asking(ticket, store.key.node, hear))
         while True:
             _refuse_expired(ticket)
             addresses = (*ticket.addresses, *heard.get(ticket.inviter, ()))
@@ -175,7 +174,33 @@ async def dial_inviter(
                 if str(error) != logged:
                     logged = str(error)
                     logger.warning("waiting for the inviter: %s", error)
-            await asyncio.sleep(REDIAL_S)
+            await pause()
+
+
+@asynccontextmanager
+async def _asking(
+    ticket: Ticket, me: NodeId, hear: Heard
+) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+    """Ask for the inviter on the local network inside the context.
+
+    Yields what waits for the next dial; it raises the bug that ended the queries, if one did, as
+    the end of the context does.
+    """
+    async with open_beacon(GuestBeacons(ticket.psk, me), me, hear) as beacon:
+        asking = asyncio.ensure_future(beacon.run(ASK_S))
+
+        async def pause() -> None:
+            await asyncio.wait({asking}, timeout=REDIAL_S)
+            if asking.done():
+                asking.result()
+
+        try:
+            yield pause
+        finally:
+            asking.cancel()
+            await asyncio.wait({asking})
+        if not asking.cancelled():
+            asking.result()
 
 
 def granted(link: SecureLink) -> Credential:

@@ -1,10 +1,11 @@
 """Founding, returning to and joining a mesh."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 
@@ -322,8 +323,6 @@ def test_an_inviter_must_issue_a_credential() -> None:
 def test_a_beacon_gives_the_address_of_the_inviter(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from contextlib import asynccontextmanager
-
     heard: list[Any] = []
 
     @asynccontextmanager
@@ -345,3 +344,60 @@ def test_a_beacon_gives_the_address_of_the_inviter(
         await own.link.close()
 
     run(story)
+
+
+class Asker(Beacon):
+    """A beacon with a bug, or one that notes when it ends."""
+
+    bug: ClassVar[Exception | None] = None
+    order: ClassVar[list[str]] = []
+
+    async def run(self, longest_s: float = 0) -> None:
+        if self.bug is not None:
+            raise self.bug
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            self.order.append("asked")
+
+
+@asynccontextmanager
+async def asker(code: BeaconCode, me: NodeId, hear: Any) -> AsyncIterator[Beacon]:
+    yield Asker(code, me, hear)
+    Asker.order.append("closed")
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_bug_of_the_queries_ends_the_joining(
+    run: Run, monkeypatch: pytest.MonkeyPatch, is_there: bool
+) -> None:
+    monkeypatch.setattr(module, "open_beacon", asker)
+    monkeypatch.setattr(Asker, "bug", ZeroDivisionError())
+
+    async def story(town: Town) -> None:
+        a = await town.add("a")
+        at = [a.address] if is_there else []
+        text = a.store.invite(at, Role.NODE, lasts_s=None, uses=None).encode()
+        options = NodeOptions(state=guest(town).folder, join=text)
+        with pytest.raises(ZeroDivisionError):
+            await enter(guest(town), options, (town.transport,))
+
+    run(story)
+
+
+def test_the_queries_end_before_their_beacon_closes(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "open_beacon", asker)
+    monkeypatch.setattr(Asker, "order", [])
+
+    async def story(town: Town) -> None:
+        a = await town.add("a")
+        options = NodeOptions(state=guest(town).folder, join=ticket(a))
+        own = await enter(guest(town), options, (town.transport,))
+        assert own.link is not None
+        await own.link.close()
+
+    run(story)
+    assert Asker.order == ["asked", "closed"]
