@@ -229,7 +229,6 @@ BROAD = {
     "meshllm.node.ring.session_store._adopt": "model code; what was handed over is computed again",
     "meshllm.node.session.generation.copy_base": "model code; the first job meets it again",
     "meshllm.node.session.stage._adopt": "the supervisor: a bug only costs a prefix",
-    "meshllm.node.session.text._encode": "raised again; panics of Rust code get a type",
     "meshllm.node.timer._fire": "raised again, once the timer is set",
     "meshllm.traces.recorder.generate": "raised again, once it is noted",
     "meshllm.transport.registry._make": "third-party code may raise anything at import",

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from jinja2 import TemplateError
 
-from meshllm.errors import ModelError, UserError
+from meshllm.errors import MeshError, ModelError, UserError
 from meshllm.model.text.chat_style import ChatStyle
 from meshllm.model.text.deadline import DeadlineExceeded, run_within
 from meshllm.model.text.detokenizer import TextStream
@@ -35,6 +35,8 @@ OVERDUE_SHARE = (
     8  # a text begins if it is so much shorter than all that were given up and still run
 )
 PROMPT_S = 30.0  # s for a template and its tokens; 4 MiB of text, the most in a request, take 5 s
+
+logger = logging.getLogger(__name__)
 
 # Raised by transformers for invalid tokenizer files, besides bare Exception (see `_load`).
 _UNREADABLE = (
@@ -161,7 +163,7 @@ class Text:
         Control tokens written in the text become control tokens.
 
         Raises:
-            ModelError: the tokenizer does not end, or has not ended for a text like this one.
+            ModelError: the tokenizer fails, does not end, or has not for a text like this one.
         """
         _check_unicode(text)
         return self._within(len(text), "tokenizer", _tokenize, text)
@@ -184,7 +186,8 @@ class Text:
 
         Raises:
             UserError: there is no turn, or the template rejects them or what is asked of it.
-            ModelError: the template or the tokenizer does not end, or has not for such a chat.
+            ModelError: the template or the tokenizer fails, does not end, or has not for such a
+                chat.
         """
         if not turns:
             raise UserError("A chat needs at least one turn")
@@ -197,13 +200,7 @@ class Text:
         options = self.style.options(functions, thinks, effort)
         self._check_names("messages", messages)
         self._check_names("tools", options)
-        try:
-            return self._within(length, "chat template", _apply_template, messages, options)
-        except _REFUSALS as error:
-            raise UserError(
-                f"The model's chat template rejects this chat: {error}",
-                hint="alternate turns between user and assistant, or use `--raw`",
-            ) from error
+        return self._within(length, "chat template", _apply_template, messages, options)
 
     def _check_names(self, field: str, value: object) -> None:
         """Refuse names in JSON that have control tokens: transformers sanitizes values only."""
@@ -264,6 +261,12 @@ class Text:
             with self._lock:
                 self._overdue += [(exceeded.thread, length)] if exceeded.thread else []
             raise ModelError(f"The model's {part} did not end within {PROMPT_S:g} s") from None
+        except MeshError:
+            raise
+        except BaseException as error:  # foreign code in a thread of its own, panics of Rust too
+            logger.exception("the model's %s failed", part)
+            why = f"{type(error).__name__}: {error}"
+            raise ModelError(f"The model's {part} failed: {why}") from error
 
     def _token_of(self, marker: str) -> int | None:
         """Return the id of a marker that is one token."""
@@ -372,9 +375,15 @@ def _tokenize(tokenizer: Any, text: str) -> list[int]:
 def _apply_template(
     tokenizer: Any, messages: list[dict[str, Any]], options: dict[str, Any]
 ) -> list[int]:
-    encoding = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, sanitize_control_tokens=True, **options
-    )
+    try:
+        encoding = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, sanitize_control_tokens=True, **options
+        )
+    except _REFUSALS as error:
+        raise UserError(
+            f"The model's chat template rejects this chat: {error}",
+            hint="alternate turns between user and assistant, or use `--raw`",
+        ) from error
     return list(encoding["input_ids"])
 
 

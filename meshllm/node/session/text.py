@@ -27,7 +27,7 @@ from meshllm.model.text.tool_format import MARKERS, Function, call_grammar
 from meshllm.model.text.tool_parser import ToolParser
 from meshllm.names import NodeId, short, show
 from meshllm.node.compute.gauge import GenerationTimes
-from meshllm.node.compute.worker import Worker, as_exception
+from meshllm.node.compute.worker import Worker
 from meshllm.node.requests.request_json import LINE_TOKENS
 from meshllm.node.session.embedding import embed
 from meshllm.node.session.entry import EntryNode
@@ -453,16 +453,11 @@ def _encode(
 ) -> tuple[int, ...]:
     if request.raw is None and not request.turns:
         raise UserError("The prompt is empty", hint="give a prompt, or pipe one in")
-    try:
-        ids = (
-            text.encode_chat(request.turns, functions, request.thinks, request.effort)
-            if request.raw is None
-            else text.encode(request.raw)
-        )
-    except Exception:
-        raise
-    except BaseException as error:  # a panic of Rust code
-        raise as_exception(error) from error
+    ids = (
+        text.encode_chat(request.turns, functions, request.thinks, request.effort)
+        if request.raw is None
+        else text.encode(request.raw)
+    )
     if (largest := max(ids, default=0)) >= vocabulary:  # in files that do not belong together
         raise ModelError(
             f"The tokenizer of the model gives token {largest}, and its embedding has {vocabulary}",

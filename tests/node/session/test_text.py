@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from meshllm.errors import ContextTooLong, ModelError, UserError
 from meshllm.model.files.source import resolve
+from meshllm.model.text import tokenizer
 from meshllm.model.text.reasoning import ReasoningFormat
 from meshllm.model.text.tokenizer import Text
 from meshllm.names import NodeId
@@ -198,21 +199,36 @@ async def test_a_long_text_keeps_no_short_one_waiting(
     assert len(told.tokens) == 2
 
 
+class PanicException(BaseException):
+    """What a panic of Rust code is in Python."""
+
+
+@pytest.mark.parametrize("error", [PanicException("no"), TypeError("no"), AttributeError("no")])
 @pytest.mark.parametrize(
-    ("name", "asked"), [("encode_chat", ASKED), ("encode", Request(raw="Once"))]
+    ("part", "name", "asked"),
+    [
+        ("chat template", "_apply_template", ASKED),
+        ("tokenizer", "_tokenize", Request(raw="Once")),
+    ],
 )
-async def test_a_panic_of_the_tokenizer_is_an_error(
-    new_ring: LocalRing, monkeypatch: pytest.MonkeyPatch, name: str, asked: Request
+async def test_an_error_in_the_code_of_the_tokenizer_is_one_of_the_model(
+    new_ring: LocalRing,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    part: str,
+    name: str,
+    asked: Request,
+    error: BaseException,
 ) -> None:
-    class PanicException(BaseException):
-        pass
-
     def fail(*_: object) -> list[int]:
-        raise PanicException("no")
+        raise error
 
-    monkeypatch.setattr(Text, name, fail)
-    with pytest.raises(RuntimeError, match="PanicException: no"):
+    monkeypatch.setattr(tokenizer, name, fail)
+    with pytest.raises(ModelError, match=f"{part} failed: {type(error).__name__}: no") as raised:
         await events_of(new_ring, asked)
+
+    assert raised.value.__cause__ is error
+    assert "Traceback" in caplog.text
 
 
 async def test_the_pieces_are_the_text(ring: LocalRing) -> None:
