@@ -35,6 +35,7 @@ Scalar: TypeAlias = str | int | float | bool | None
 PREFIX = "MESHLLM_"
 PROJECT_FILE = "meshllm.toml"
 DEFAULT = "default"
+TRANSPORTS = ("websocket", "quic")  # of a node; a ring inside one process uses loopback
 MAX_FILE_BYTES = 1 << 20
 
 _RANGES: dict[str, tuple[float, float]] = {

@@ -57,7 +57,8 @@ class NodeOptions:
     """`builtin`, a folder or a Hugging Face name; None is the model of the mesh."""
     more_models: tuple[str, ...] = ()
     """Further models that this node can hold; without ``model``, those of the mesh that it has."""
-    transports: tuple[str, ...] = ("websocket", "quic")
+    transports: tuple[str, ...] = ()
+    """Without any, those of the default that load."""
     listen: tuple[str, ...] = ()
     """At most one address per transport; without any, each transport chooses its own."""
     advertise: tuple[str, ...] = ()

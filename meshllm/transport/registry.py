@@ -5,7 +5,7 @@ loaded, so a broken one does not affect the others.
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
@@ -66,15 +66,26 @@ class Registry:
         for name in self.names():
             if not missing:
                 break
+            for transport in self._loadable([name]):
+                if missing.intersection(transport.schemes):
+                    found.append(transport)
+                    missing.difference_update(transport.schemes)
+        return tuple(found)
+
+    def usable(self, names: Sequence[str]) -> tuple[Transport, ...]:
+        """Instantiate those of these transports that load; any other is logged and skipped.
+
+        Raises:
+            PluginError: none loads.
+        """
+        return tuple(self._loadable(names)) or tuple(map(self.load, names))
+
+    def _loadable(self, names: Sequence[str]) -> Iterator[Transport]:
+        for name in names:
             try:
-                transport = self.load(name)
+                yield self.load(name)
             except PluginError as error:
                 logger.warning("%s", error)
-                continue
-            if missing.intersection(transport.schemes):
-                found.append(transport)
-                missing.difference_update(transport.schemes)
-        return tuple(found)
 
     def _find(self, name: str) -> EntryPoint:
         points = [point for point in self._points if point.name == name]

@@ -76,6 +76,20 @@ def test_a_broken_transport_does_not_affect_others(
         registry.load("aaa")
 
 
+def test_of_default_transports_a_broken_one_is_left_out(
+    install: Install, caplog: pytest.LogCaptureFixture
+) -> None:
+    install("mesh-aaa", "aaa", "import nowhere")
+    install("mesh-bbb", "bbb", GOOD.format(name="bbb"))
+    registry = Registry.discover()
+
+    assert [each.name for each in registry.usable(("aaa", "bbb", "ccc"))] == ["bbb"]
+    assert "Transport `aaa` of `mesh-aaa` 1.2 is broken: No module named" in caplog.text
+    assert "Unknown transport `ccc`" in caplog.text
+    with pytest.raises(PluginError, match=r"`aaa` of `mesh-aaa` 1\.2 is broken"):
+        registry.usable(("aaa", "ccc"))
+
+
 def test_no_more_transports_are_imported_than_dial_an_address(install: Install) -> None:
     install("mesh-aaa", "aaa", GOOD.format(name="aaa"))
     install("mesh-bbb", "bbb", GOOD.format(name="bbb"))

@@ -20,7 +20,7 @@ from meshllm.cli.shared.local import import_heavy
 from meshllm.cli.shared.options import check_draft, inference_config, takes
 from meshllm.cli.shared.units import listed, parse_duration
 from meshllm.cli.terminal import render
-from meshllm.config import DEFAULT, Config, Scalar, current, load, state_path
+from meshllm.config import DEFAULT, TRANSPORTS, Config, Scalar, current, load, state_path
 from meshllm.errors import MeshError, ModelMissing, UserError
 from meshllm.local_files import hint_of, reason_of, replacing
 from meshllm.log import event, setup
@@ -41,8 +41,6 @@ Examples:
   meshllm node --memory 4GiB --name attic --listen ws://0.0.0.0:7700
   meshllm node --print-service > ~/.config/systemd/user/meshllm.service
 """
-
-TRANSPORTS = ("websocket", "quic")  # of a node; a ring inside one process uses loopback
 
 Transports = Annotated[
     str | None,
@@ -221,14 +219,14 @@ def _check_host(address: str) -> None:
 
 def _check_dialable(address: str, transports: Sequence[str]) -> None:
     """Raise `UserError` for an address no transport can dial: it would end up in tickets."""
+    from meshllm.node.net.endpoints import by_scheme, load_transports
     from meshllm.node.net.peer_address import Local, permitted
-    from meshllm.transport.registry import Registry
 
-    registry = Registry.discover()
-    schemes = [scheme for name in transports for scheme in registry.load(name).schemes]
+    loaded = load_transports(transports)
+    schemes = by_scheme(loaded)
     if address.partition(":")[0] not in schemes:
         raise UserError(
-            f"Invalid address `{address}` for {' or '.join(f'`{name}`' for name in transports)}",
+            f"Invalid address `{address}` for {' or '.join(f'`{each.name}`' for each in loaded)}",
             hint=f"start `--advertise` with {' or '.join(f'`{each}:`' for each in schemes)}",
         )
     if not permitted([address], Local.YES):
@@ -475,10 +473,10 @@ def _options(config: Config) -> "NodeOptions":
 
 
 def transports_of(config: Config) -> tuple[str, ...]:
-    """Return the transports of a node."""
+    """Return the transports of a node that are named; none is the default ones."""
     if config.origins["transport"] == DEFAULT:
-        return TRANSPORTS
-    return listed(config.settings.transport) or TRANSPORTS
+        return ()
+    return listed(config.settings.transport) or ()
 
 
 def print_unit(config: Config) -> None:

@@ -5,6 +5,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 
+from meshllm.config import TRANSPORTS
 from meshllm.errors import UserError
 from meshllm.node.net.peer_address import own_host
 from meshllm.node.options import NodeOptions
@@ -70,6 +71,16 @@ class Endpoints:
                 listener.on_change(callback)
 
 
+def load_transports(names: Sequence[str]) -> tuple[Transport, ...]:
+    """Load the named transports; without names the default ones, except those that are broken.
+
+    Raises:
+        PluginError: a named one is missing or broken, or each default one is.
+    """
+    registry = Registry.discover()
+    return tuple(map(registry.load, names)) or registry.usable(TRANSPORTS)
+
+
 def by_scheme(transports: Sequence[Transport]) -> dict[str, Transport]:
     """Map address schemes to transports."""
     return {scheme: transport for transport in transports for scheme in transport.schemes}
@@ -106,8 +117,7 @@ async def open_endpoints(
         UserError: an address cannot be used.
         PluginError: a transport is missing or broken.
     """
-    registry = Registry.discover()
-    transports = (given,) if given else tuple(map(registry.load, options.transports))
+    transports = (given,) if given else load_transports(options.transports)
     prepare(transports, key, options.relays)
     async with AsyncExitStack() as stack:
         listeners = [

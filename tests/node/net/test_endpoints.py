@@ -1,13 +1,15 @@
 """Several transports of one node: their listen addresses, and the advertised ones."""
 
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
-from meshllm.errors import UserError
+from meshllm.errors import PluginError, UserError
 from meshllm.node.net.endpoints import Endpoints, assign_addresses, open_endpoints, prepare
 from meshllm.node.options import NodeOptions
 from meshllm.protocol.membership.records import MAX_ADDRESSES
@@ -197,3 +199,20 @@ async def test_a_given_transport_listens_at_the_option(tmp_path: Path) -> None:
         [KEY.seed],
     )
     assert set(own.schemes) == {"clever"}
+
+
+async def test_a_broken_transport_stops_only_a_node_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "meshllm_quic", None)
+    monkeypatch.setitem(sys.modules, "meshllm_quic.transport", None)
+    options = NodeOptions(state=tmp_path, listen=("ws://127.0.0.1:0",))
+
+    async with open_endpoints(options, KEY, None) as own:
+        assert [each.name for each in own.transports] == ["websocket"]
+
+    assert "Transport `quic` of" in caplog.text
+    named = replace(options, transports=("websocket", "quic"))
+    with pytest.raises(PluginError, match=r"`quic` of .* is broken"):
+        async with open_endpoints(named, KEY, None):
+            pass
