@@ -83,12 +83,12 @@ class _Mesh:
     async def ticket(self, request: Request) -> Response:
         asked = await read(request, _TicketRequest)
         limits = ClientLimits(asked.concurrency, asked.tokens_per_day)
-        made = self.node.invite(asked.role, asked.expires_s, asked.uses, limits)
+        made = await self.node.invite(asked.role, asked.expires_s, asked.uses, limits)
         return _object(NewTicket(made))
 
     async def remove(self, request: Request) -> Response:
         asked = await read(request, _RemoveRequest)
-        return _object(self.node.remove(asked.node, asked.spare))
+        return _object(await self.node.remove(asked.node, asked.spare))
 
     async def revoked(self, request: Request) -> Response:
         asked = await read(request, RevokedKeys)

@@ -52,11 +52,19 @@ class NodePort(DoorPort, Protocol):
     def members(self) -> Members:
         """List the members of the mesh."""
 
-    def invite(self, role: str, expires_s: int, uses: int, limits: ClientLimits = NO_LIMITS) -> str:
-        """Create a ticket; 0 seconds or uses mean no limit. Raise `UserError` if out of range."""
+    async def invite(
+        self, role: str, expires_s: int, uses: int, limits: ClientLimits = NO_LIMITS
+    ) -> str:
+        """Create a ticket, on disk by then; 0 seconds or uses mean no limit.
 
-    def remove(self, node: str, spare: Sequence[str] = ()) -> Removed:
+        Raises:
+            UserError: a limit is out of range.
+        """
+
+    async def remove(self, node: str, spare: Sequence[str] = ()) -> Removed:
         """Permanently remove a member, and whom it invited except those to spare.
+
+        Its links close at once; the removal is on disk when this returns.
 
         Raises:
             UserError: an id is unknown.

@@ -389,6 +389,9 @@ class _NoAdmission:
 
     removals: Removals = MappingProxyType({})
 
+    async def refresh(self) -> None:
+        """Do nothing: there are no tickets."""
+
     def guests(self) -> tuple[bytes, ...]:
         """Return no tickets."""
         return ()

@@ -53,9 +53,9 @@ class NodeControl:
 
     snapshot: Callable[[], NodeView]
     key: NodeKey
-    create_ticket: Callable[[Role, float | None, int | None, ClientLimits], str]
+    create_ticket: Callable[[Role, float | None, int | None, ClientLimits], Awaitable[str]]
     """Takes role, seconds of validity, and uses; None means no limit."""
-    expel: Callable[[Removal], None]
+    expel: Callable[[Removal], Awaitable[None]]
     publish_revoked: Callable[[tuple[bytes, ...]], None]
     changes: Callable[[], AsyncGenerator[None, None]]
     """Yields once at first, then after each possible change."""
@@ -100,7 +100,9 @@ class NodeControl:
         self.stop_model(model)
         return Stopped(model)
 
-    def invite(self, role: str, expires_s: int, uses: int, limits: ClientLimits = NO_LIMITS) -> str:
+    async def invite(
+        self, role: str, expires_s: int, uses: int, limits: ClientLimits = NO_LIMITS
+    ) -> str:
         """Create a ticket; 0 seconds or uses mean no limit."""
         if role not in tuple(Role):
             raise UserError(f"Invalid role `{role}`", hint="`node` or `client`")
@@ -121,9 +123,9 @@ class NodeControl:
                 f" {limits.tokens_per_day} tokens per day",
                 hint=f"at most {MAX_PER_CLIENT} requests at a time; 0 means the default",
             )
-        return self.create_ticket(Role(role), expires_s or None, uses or None, limits)
+        return await self.create_ticket(Role(role), expires_s or None, uses or None, limits)
 
-    def remove(self, node: str, spare: Sequence[str] = ()) -> Removed:
+    async def remove(self, node: str, spare: Sequence[str] = ()) -> Removed:
         """Permanently remove a member, and those it invited except this node and those to spare."""
         view = self.snapshot()
         gone = find_node(node, view.profiles)
@@ -137,7 +139,7 @@ class NodeControl:
             raise UserError(f"`{show(strange[0])}` was not invited by `{show(gone)}`")
         spared = {guests[each] for each in (view.me, *kept) if each in guests}
         removal = remove(self.key, view.mesh, gone, int(time.time()), tuple(sorted(spared)))
-        self.expel(removal)
+        await self.expel(removal)
         if gone not in self.snapshot().removed:
             raise MeshError(
                 "The mesh cannot store more removals of this member and its guests",

@@ -17,6 +17,7 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
+    Iterator,
 )
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import replace
@@ -134,6 +135,7 @@ class MeshNode:
         self.router.trusted = options.trust
         self.router.peers.limits_of = self._limits_of
         self._is_scheduled = False
+        self._off_loop = off_loop
         self._options, self._own, self._preparation = options, own, preparation
         profile = Profile(
             self.name,
@@ -187,11 +189,6 @@ class MeshNode:
     def trouble(self) -> str:
         """A condition that needs the owner's attention; empty if there is none."""
         return self._offer.hang or self.charter_editor.ambiguous
-
-    @property
-    def ticket(self) -> str:
-        """A new ticket for `ticket_uses` nodes, or for one."""
-        return self.invite(Role.NODE, TICKET_S, max(1, self.ticket_uses))
 
     @property
     def ticket_uses(self) -> int:
@@ -278,17 +275,20 @@ class MeshNode:
             warnings=(self.trouble,) if self.trouble else (),
         )
 
-    def invite(
+    async def create_ticket(self) -> str:
+        """Create a ticket for `ticket_uses` nodes, or for one."""
+        return await self.invite(Role.NODE, TICKET_S, max(1, self.ticket_uses))
+
+    async def invite(
         self,
         role: Role,
         lasts_s: float | None,
         uses: int | None,
         limits: ClientLimits = NO_LIMITS,
     ) -> str:
-        """Create a ticket; None means no limit."""
-        made = self.store.invite(
-            self.endpoints.addresses, role, lasts_s=lasts_s, uses=uses, limits=limits
-        )
+        """Create a ticket, on disk before this returns; None means no limit."""
+        invite = partial(self.store.invite, lasts_s=lasts_s, uses=uses, limits=limits)
+        made = await self._off_loop(invite, self.endpoints.addresses, role)
         return made.encode()
 
     def _limits_of(self, client: NodeId) -> ClientLimits:
@@ -301,10 +301,10 @@ class MeshNode:
         text_bytes = TOKEN_BYTES * self.rings.longest_context
         return min(REQUEST_BYTES, REQUEST_HEAD_BYTES + text_bytes)
 
-    def expel(self, removal: Removal) -> None:
-        """Publish the removal of a member, and close the link to it."""
+    async def expel(self, removal: Removal) -> None:
+        """Publish the removal of a member, and close the link to it; return once it is on disk."""
         self.links.act(self.machine.remove(removal, loop_time()))
-        self.records.save()
+        await self.records.save()
 
     def revoke(self, tags: tuple[bytes, ...]) -> None:
         """Publish the API keys that the owner of this node revoked."""
@@ -351,7 +351,7 @@ class MeshNode:
                     lambda: () if self.links.by_peer else self.store.peers,
                 )
                 beacon = await stack.enter_async_context(
-                    open_beacon(code, self.me, self.links.hint, self._gate.guests)
+                    open_beacon(code, self.me, self.links.hint, self._guests)
                 )
                 self._beacon = beacon
                 beacon.addresses = self.endpoints.addresses
@@ -401,6 +401,11 @@ class MeshNode:
         self.records.changed()
         if self._is_member():
             self.service.records_changed()
+
+    def _guests(self) -> Iterator[bytes]:
+        """Return the keys of the known tickets; others are known by the next query of a guest."""
+        self.life.spawn(self._gate.refresh)
+        return self._gate.guests()
 
     def _plan_reason(self) -> str:
         return self.service.first.reason()

@@ -145,6 +145,9 @@ class OpenHouse:
 
     removals: Removals = MappingProxyType({})
 
+    async def refresh(self) -> None:
+        """Do nothing."""
+
     def guests(self) -> tuple[bytes, ...]:
         return ()
 

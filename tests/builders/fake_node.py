@@ -111,11 +111,13 @@ class FakeNode:
         ring = told().ring
         return PlannedRing(terms.policy or "auto", "", ring.stages, ring.predicted)
 
-    def invite(self, role: str, expires_s: int, uses: int, limits: ClientLimits = NO_LIMITS) -> str:
+    async def invite(
+        self, role: str, expires_s: int, uses: int, limits: ClientLimits = NO_LIMITS
+    ) -> str:
         self.calls.append((role, expires_s, uses, *([limits] if limits != NO_LIMITS else ())))
         return "meshllm1abc"
 
-    def remove(self, node: str, spare: Sequence[str] = ()) -> Removed:
+    async def remove(self, node: str, spare: Sequence[str] = ()) -> Removed:
         self.calls.append((node, *spare))
         return Removed(node, "desk", (Named("def", "attic"),))
 

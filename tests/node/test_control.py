@@ -52,7 +52,7 @@ class Owned:
             self.answer, MemoryStatus, self.add_model, self.stopped.append,
         )  # fmt: skip
 
-    def invite(
+    async def invite(
         self, role: Role, lasts_s: float | None, uses: int | None, limits: ClientLimits
     ) -> str:
         self.invited.append((role, lasts_s, uses))
@@ -63,7 +63,7 @@ class Owned:
         self.asked.append(asked)
         return charter()
 
-    def expel(self, removal: Removal) -> None:
+    async def expel(self, removal: Removal) -> None:
         self.expelled.append(removal)
         if not self.is_full:
             self.view = replace(self.view, removed=(removal.node,))
@@ -104,9 +104,9 @@ async def test_the_status_is_a_report(node: Owned) -> None:
     assert await node.control.status() == node.status()
 
 
-def test_a_ticket_without_limits(node: Owned) -> None:
-    assert node.control.invite("client", 0, 0) == "ticket"
-    assert node.control.invite("node", 60, 2) == "ticket"
+async def test_a_ticket_without_limits(node: Owned) -> None:
+    assert await node.control.invite("client", 0, 0) == "ticket"
+    assert await node.control.invite("node", 60, 2) == "ticket"
     assert node.invited == [(Role.CLIENT, None, None), (Role.NODE, 60, 2)]
 
 
@@ -114,20 +114,20 @@ def test_a_ticket_without_limits(node: Owned) -> None:
     ("role", "expires_s", "uses"),
     [("king", 1, 1), ("", 0, 0), ("node", -1, 1), ("node", 1, -1), ("node", MAX_LASTS_S + 1, 1)],
 )
-def test_invalid_limits_of_a_ticket_are_refused(
+async def test_invalid_limits_of_a_ticket_are_refused(
     node: Owned, role: str, expires_s: int, uses: int
 ) -> None:
     with pytest.raises(UserError) as raised:
-        node.control.invite(role, expires_s, uses)
+        await node.control.invite(role, expires_s, uses)
 
     assert raised.value.hint
     assert node.invited == []
 
 
-def test_a_ticket_limits_its_clients(node: Owned) -> None:
+async def test_a_ticket_limits_its_clients(node: Owned) -> None:
     limits = ClientLimits(MAX_PER_CLIENT, 1)
 
-    node.control.invite("client", 60, 1, limits)
+    await node.control.invite("client", 60, 1, limits)
 
     assert node.limits == limits
 
@@ -143,18 +143,18 @@ def test_a_ticket_limits_its_clients(node: Owned) -> None:
         ("client", ClientLimits(0, MAX_TOKENS_PER_DAY + 1)),
     ],
 )
-def test_invalid_limits_of_a_client_are_refused(
+async def test_invalid_limits_of_a_client_are_refused(
     node: Owned, role: str, limits: ClientLimits
 ) -> None:
     with pytest.raises(UserError) as raised:
-        node.control.invite(role, 60, 1, limits)
+        await node.control.invite(role, 60, 1, limits)
 
     assert raised.value.hint
     assert node.invited == []
 
 
-def test_a_removal_takes_the_guests_with_it(node: Owned) -> None:
-    told = node.control.remove("there")
+async def test_a_removal_takes_the_guests_with_it(node: Owned) -> None:
+    told = await node.control.remove("there")
 
     assert (told.node, told.name, told.spared) == (show(B), "there", ())
     assert told.taken == (Named(show(C), "spare"),)
@@ -163,17 +163,17 @@ def test_a_removal_takes_the_guests_with_it(node: Owned) -> None:
     assert removal.is_signed(node.view.mesh)
 
 
-def test_a_removal_spares_a_named_guest_and_its_inviters(node: Owned) -> None:
-    told = node.control.remove("there", ["spare"])
+async def test_a_removal_spares_a_named_guest_and_its_inviters(node: Owned) -> None:
+    told = await node.control.remove("there", ["spare"])
 
     assert (told.spared, told.taken) == ((Named(show(C), "spare"),), ())
     assert node.expelled[0].spared == (D,)
 
 
-def test_a_removal_spares_this_node(node: Owned) -> None:
+async def test_a_removal_spares_this_node(node: Owned) -> None:
     node.see(hosts={B: (D,), A: (D, B), C: (D, B)})
 
-    told = node.control.remove("there")
+    told = await node.control.remove("there")
 
     assert (told.spared, told.taken) == (
         (Named(show(A), "here"),), (Named(show(C), "spare"),),
@@ -181,37 +181,37 @@ def test_a_removal_spares_this_node(node: Owned) -> None:
     assert node.expelled[0].spared == (A,)
 
 
-def test_only_guests_can_be_spared(node: Owned) -> None:
+async def test_only_guests_can_be_spared(node: Owned) -> None:
     node.see(hosts={B: (A,), C: (A,)})
 
     with pytest.raises(UserError, match="was not invited by"):
-        node.control.remove("there", ["spare"])
+        await node.control.remove("there", ["spare"])
     assert node.expelled == []
 
 
-def test_the_founder_cannot_be_removed(node: Owned) -> None:
+async def test_the_founder_cannot_be_removed(node: Owned) -> None:
     node.see(hosts={A: (B,)})
 
     with pytest.raises(UserError, match="founder cannot be removed"):
-        node.control.remove("there")
+        await node.control.remove("there")
     assert node.expelled == []
 
 
-def test_a_removal_that_cannot_be_stored_is_reported(node: Owned) -> None:
+async def test_a_removal_that_cannot_be_stored_is_reported(node: Owned) -> None:
     node.is_full = True
 
     with pytest.raises(MeshError, match="cannot store more removals"):
-        node.control.remove("there")
+        await node.control.remove("there")
 
 
-def test_an_unknown_node_can_be_removed_by_its_id(node: Owned) -> None:
-    assert node.control.remove(show(D)).name == ""
+async def test_an_unknown_node_can_be_removed_by_its_id(node: Owned) -> None:
+    assert (await node.control.remove(show(D))).name == ""
 
 
 @pytest.mark.parametrize("name", ["here", show(A)])
-def test_a_node_cannot_remove_itself(node: Owned, name: str) -> None:
+async def test_a_node_cannot_remove_itself(node: Owned, name: str) -> None:
     with pytest.raises(UserError, match="cannot remove itself"):
-        node.control.remove(name)
+        await node.control.remove(name)
 
     assert node.expelled == []
 

@@ -75,7 +75,7 @@ async def both(nodes: list[MeshNode], claim: Callable[[MeshNode], bool]) -> None
 async def test_two_models_are_served_by_a_ring_each(mesh: Mesh, random: str) -> None:
     own = random
     a = await mesh.start("a", model="builtin", more_models=(own,))
-    b = await mesh.start("b", join=a.ticket, model="builtin", more_models=(own,))
+    b = await mesh.start("b", join=await a.create_ticket(), model="builtin", more_models=(own,))
     nodes = [a, b]
     await both(nodes, lambda node: serving(node) == {("builtin", 0)})
     first = await ask(b)
@@ -105,7 +105,7 @@ async def test_a_node_with_a_free_choice_holds_what_another_can_send(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", own_cache(tmp_path))
     a = await mesh.start("a", model="builtin", more_models=(random,))
-    b = await mesh.start("b", join=a.ticket)
+    b = await mesh.start("b", join=await a.create_ticket())
     await both([a, b], lambda node: serving(node) == {("builtin", 0)})
 
     served = await control_of(a).serve(ModelOptions(random))
@@ -118,7 +118,7 @@ async def test_a_node_with_a_free_choice_holds_what_another_can_send(
 
 async def test_a_founder_in_another_ring_says_who_may_read_prompts(mesh: Mesh, random: str) -> None:
     a = await mesh.start("a", model="builtin", more_models=(random,))
-    b = await mesh.start("b", join=a.ticket, model="builtin")
+    b = await mesh.start("b", join=await a.create_ticket(), model="builtin")
     await both([a, b], lambda node: serving(node) == {("builtin", 0)})
     await control_of(a).serve(ModelOptions(random))
     await both([a, b], lambda node: serving(node) == {("builtin", 0), (random, 0)})
@@ -241,9 +241,9 @@ async def three_nodes_of_two_rings(mesh: Mesh, random: str) -> tuple[MeshNode, M
     """Start nodes of which the first has the last layers of both rings."""
     first = Span(0, 8)
     a = await mesh.start("a", model=random, layers=Span(8, 12), replicas=2)
-    b = await mesh.start("b", join=a.ticket, model=random, layers=first)
+    b = await mesh.start("b", join=await a.create_ticket(), model=random, layers=first)
     await both([a, b], lambda node: (random, 0) in serving(node))
-    c = await mesh.start("c", join=a.ticket, model=random, layers=first)
+    c = await mesh.start("c", join=await a.create_ticket(), model=random, layers=first)
     return a, b, c
 
 
@@ -291,7 +291,7 @@ async def test_the_entry_of_two_rings_of_a_model_answers_in_the_one_that_is_name
         forced.setattr(planner, "group_nodes", group_nodes)
         forced.setattr(grouping, "_sharing", lambda *_: frozenset())
         a = await mesh.start("a", model=random, replicas=2)
-        b = await mesh.start("b", join=a.ticket, model=random)
+        b = await mesh.start("b", join=await a.create_ticket(), model=random)
         await both([a, b], lambda node: serving(node) == {(random, 0), (random, 1)})
         entries = b.rings.serving_entries()
         assert [entry.node for entry in entries] == [a.me] * 2
@@ -378,7 +378,7 @@ async def test_a_first_ring_that_ends_interrupts_no_answer_of_a_further_one(
         ]
         a = await mesh.start("a", model="builtin")
         more = random, third, fourth
-        b = await mesh.start("b", join=a.ticket, model="builtin", more_models=more)
+        b = await mesh.start("b", join=await a.create_ticket(), model="builtin", more_models=more)
         await both([a, b], lambda node: serving(node) == {("builtin", 0)})
         first = await control_of(b).serve(ModelOptions(random))
         await both([a, b], lambda node: serving(node) == {("builtin", 0), (random, 0)})

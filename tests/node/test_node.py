@@ -4,6 +4,8 @@ import asyncio
 import re
 import shutil
 import sys
+import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -25,6 +27,9 @@ from meshllm.node.agreement.own_state import HANGS
 from meshllm.node.client import open_mesh_client
 from meshllm.node.compute.worker import Worker, compute_thread
 from meshllm.node.control import control_of
+from meshllm.node.membership import state_store
+from meshllm.node.membership.saved_records import restore_records
+from meshllm.node.membership.state_store import StateStore
 from meshllm.node.net.endpoints import Endpoints
 from meshllm.node.node import MeshNode, open_node
 from meshllm.node.options import InferenceConfig, ModelOptions
@@ -37,6 +42,7 @@ from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.node.ring.runtime import RingRuntime
 from meshllm.node.ring.span_loader import LoadedSpan, RankPart, SpanLoader
 from meshllm.protocol.membership.charter import Charter
+from meshllm.protocol.membership.mesh import Mesh as Membership
 from meshllm.protocol.membership.records import Profile
 from meshllm.protocol.planning.plan import Standby
 from meshllm.protocol.trust.credential import Role
@@ -140,7 +146,7 @@ async def reference() -> str:
 
 async def test_three_nodes_form_a_ring_and_each_answers_like_one_process(mesh: Mesh) -> None:
     a = await mesh.start("a", members=3)
-    b, c = [await mesh.start(name, join=a.ticket) for name in "bc"]
+    b, c = [await mesh.start(name, join=await a.create_ticket()) for name in "bc"]
     for node in (a, b, c):
         await until(lambda node=node: len(spans(node)) == 3, node)  # type: ignore[misc]  # a closure
 
@@ -169,7 +175,7 @@ async def test_a_standby_takes_over_layers_that_it_loaded_in_advance(
 
     monkeypatch.setattr(SpanLoader, "_build", note)
     a = await mesh.start("a", members=2)
-    b, c = [await mesh.start(name, join=a.ticket) for name in "bc"]
+    b, c = [await mesh.start(name, join=await a.create_ticket()) for name in "bc"]
     nodes = {node.me: node for node in (a, b, c)}
     for node in (a, b, c):
         await until(lambda node=node: len(spans(node)) == 2, node)  # type: ignore[misc]  # a closure
@@ -200,7 +206,7 @@ async def test_a_node_whose_compute_thread_hangs_is_left_out_until_it_responds(m
     alone = await reference()
     a = await mesh.start("a", members=2)
     worker = mesh.worker = HangingWorker(mesh.worker._executor)
-    b = await mesh.start("b", join=a.ticket)
+    b = await mesh.start("b", join=await a.create_ticket())
     await until(lambda: len(spans(a)) == 2, a)
 
     worker.hung_s = 4.0
@@ -241,9 +247,9 @@ async def test_a_span_that_cannot_be_loaded_is_retried_later(
     monkeypatch.setattr(SpanLoader, "_load", fail)
     monkeypatch.setattr(RingRuntime, "prepare", lambda *_: None)  # only rings load here
     a = await mesh.start("a")
-    b = await mesh.start("b", join=a.ticket)
+    b = await mesh.start("b", join=await a.create_ticket())
     await until(lambda: not failing, a)
-    c = await mesh.start("c", join=a.ticket)
+    c = await mesh.start("c", join=await a.create_ticket())
     await until(lambda: bool(spans(a)), a)
 
     assert await ask(control_of(b)) == await reference()
@@ -253,7 +259,7 @@ async def test_a_span_that_cannot_be_loaded_is_retried_later(
 
 async def test_a_lost_node_is_replaced_and_can_return(mesh: Mesh) -> None:
     a = await mesh.start("a", members=2)
-    ticket = a.ticket
+    ticket = await a.create_ticket()
     b = await mesh.start("b", join=ticket)
     await until(lambda: len(spans(a)) == 2, a)
     me, first = b.me, a.ring_member.plan
@@ -273,7 +279,7 @@ async def test_a_lost_node_is_replaced_and_can_return(mesh: Mesh) -> None:
 
 async def test_a_running_answer_survives_the_loss_of_a_node(mesh: Mesh) -> None:
     a = await mesh.start("a", members=2)
-    await mesh.start("b", join=a.ticket)
+    await mesh.start("b", join=await a.create_ticket())
     await until(lambda: len(spans(a)) == 2, a)
 
     said = ""
@@ -289,7 +295,7 @@ async def test_a_running_answer_survives_the_loss_of_a_node(mesh: Mesh) -> None:
 
 async def test_a_leaving_node_announces_it(mesh: Mesh) -> None:
     a = await mesh.start("a")
-    b = await mesh.start("b", join=a.ticket)
+    b = await mesh.start("b", join=await a.create_ticket())
     await until(lambda: states(a).get("b") == "standby", a)
 
     b.leave()
@@ -306,14 +312,14 @@ async def test_a_ticket_is_for_those_members_that_are_not_known(mesh: Mesh) -> N
     alone = a.ticket_uses
     assert a.first_model == "builtin"
     await until(lambda: a.machine.charter is not None, a)
-    b = await mesh.start("b", join=a.ticket)
+    b = await mesh.start("b", join=await a.create_ticket())
     await b.hear()
     assert b.first_model == "builtin"
     second = b.ticket_uses
     await until(lambda: b.me in a.machine.alive, a)
-    c = await mesh.start("c", join=a.ticket)
+    c = await mesh.start("c", join=await a.create_ticket())
     await c.hear()
-    whole = c.ticket_uses, bool(c.ticket)
+    whole = c.ticket_uses, bool(await c.create_ticket())
     await mesh.kill("c")
     again = await mesh.start("c")
 
@@ -324,7 +330,7 @@ async def test_a_ticket_is_for_those_members_that_are_not_known(mesh: Mesh) -> N
 async def test_a_joiner_ends_that_is_to_hold_layers_that_the_model_lacks(mesh: Mesh) -> None:
     a = await mesh.start("a")
     await until(lambda: bool(spans(a)), a)
-    b = await mesh.start("b", join=a.ticket, layers=Span(2, 9))
+    b = await mesh.start("b", join=await a.create_ticket(), layers=Span(2, 9))
 
     async with asyncio.timeout(PATIENCE_S):
         with pytest.raises(UserError, match="layers `2:9` end above the 8 layers of `builtin`"):
@@ -333,7 +339,7 @@ async def test_a_joiner_ends_that_is_to_hold_layers_that_the_model_lacks(mesh: M
 
 async def test_a_joiner_whose_own_models_lack_its_layers_uses_no_ticket(mesh: Mesh) -> None:
     a = await mesh.start("a")
-    ticket = a.invite(Role.NODE, 60, 1)
+    ticket = await a.invite(Role.NODE, 60, 1)
 
     with pytest.raises(UserError, match="layers `2:9` end above the 8 layers of `builtin`"):
         await mesh.start("b", join=ticket, model="builtin", layers=Span(2, 9))
@@ -352,7 +358,7 @@ async def test_a_node_with_other_weights_is_refused_by_name(mesh: Mesh) -> None:
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
 
     a = await mesh.start("a", members=2)
-    await mesh.start("b", join=a.ticket, model=str(other))
+    await mesh.start("b", join=await a.create_ticket(), model=str(other))
     await until(lambda: states(a).get("b") == "refused", a)
 
     [refused] = report_of(a).ring.refused
@@ -363,7 +369,7 @@ async def test_a_node_with_other_weights_is_refused_by_name(mesh: Mesh) -> None:
 
 async def test_a_model_other_than_the_meshs_ends_the_node(mesh: Mesh, llama: Path) -> None:
     a = await mesh.start("a")
-    b = await mesh.start("b", join=a.ticket, model=str(llama))
+    b = await mesh.start("b", join=await a.create_ticket(), model=str(llama))
 
     with pytest.raises(ModelError, match="The mesh serves `builtin`"):
         await asyncio.wait_for(b.stopped, PATIENCE_S)
@@ -371,10 +377,10 @@ async def test_a_model_other_than_the_meshs_ends_the_node(mesh: Mesh, llama: Pat
 
 async def test_a_removed_node_is_unlinked_and_ends(mesh: Mesh) -> None:
     a = await mesh.start("a")
-    b = await mesh.start("b", join=a.ticket)
+    b = await mesh.start("b", join=await a.create_ticket())
     await until(lambda: "b" in states(a), a)
 
-    removed = control_of(a).remove("b")
+    removed = await control_of(a).remove("b")
 
     with pytest.raises(NotAuthorised, match="is removed from the mesh"):
         await asyncio.wait_for(b.stopped, PATIENCE_S)
@@ -392,7 +398,7 @@ async def test_revoked_keys_reach_the_members_and_outlast_the_offer(mesh: Mesh) 
     tag = b"k" * 16
     desk.revoke((tag,))  # before the model is measured, which replaces the profile
 
-    attic = await mesh.start("attic", join=desk.ticket)
+    attic = await mesh.start("attic", join=await desk.create_ticket())
     await until(lambda: bool(spans(attic)), attic)
 
     assert control_of(attic).revocations() == {show(desk.me): (tag,)}
@@ -401,9 +407,9 @@ async def test_revoked_keys_reach_the_members_and_outlast_the_offer(mesh: Mesh) 
 
 async def test_a_client_needs_no_model(mesh: Mesh) -> None:
     a = await mesh.start("a", members=2)
-    await mesh.start("b", join=a.ticket)
+    await mesh.start("b", join=await a.create_ticket())
     await until(lambda: len(spans(a)) == 2, a)
-    ticket = a.invite(Role.CLIENT, 60, 1)
+    ticket = await a.invite(Role.CLIENT, 60, 1)
 
     for _ in range(2):  # the ticket is for one client, which may reconnect
         async with open_mesh_client(ticket, mesh.folder / "thin", mesh.network) as thin:
@@ -419,7 +425,9 @@ async def test_a_client_is_told_the_models(mesh: Mesh) -> None:
     control = control_of(a)
     await until(lambda: bool(spans(a)), a)
 
-    async with open_mesh_client(a.invite(Role.CLIENT, 60, 1), mesh.folder, mesh.network) as thin:
+    async with open_mesh_client(
+        await a.invite(Role.CLIENT, 60, 1), mesh.folder, mesh.network
+    ) as thin:
         told = await thin.models()
 
     assert list(told) == await control.models()
@@ -431,12 +439,16 @@ async def test_the_ticket_of_a_node_is_for_the_other_members(mesh: Mesh) -> None
     three = await mesh.start("b", members=3)
 
     assert (alone.ticket_uses, three.ticket_uses) == (1, 2)
-    assert [each.ticket and each.store.invitations()[-1].uses for each in (alone, three)] == [1, 2]
+    assert [
+        await each.create_ticket() and each.store.invitations()[-1].uses for each in (alone, three)
+    ] == [1, 2]
 
 
 async def test_the_flags_of_the_latest_start_amend_the_charter(mesh: Mesh) -> None:
     a = await mesh.start("a")
-    b = await mesh.start("b", join=a.ticket, members=2, policy="throughput", prefer=("a",))
+    b = await mesh.start(
+        "b", join=await a.create_ticket(), members=2, policy="throughput", prefer=("a",)
+    )
     await until(lambda: len(spans(a)) == 2, a)
 
     assert a.machine.charter is not None
@@ -449,7 +461,7 @@ async def test_only_the_founder_chooses_who_may_be_the_entry(
     mesh: Mesh, caplog: pytest.LogCaptureFixture
 ) -> None:
     a = await mesh.start("a", entry=("self",))
-    b = await mesh.start("b", join=a.ticket, members=2, entry=("self",))
+    b = await mesh.start("b", join=await a.create_ticket(), members=2, entry=("self",))
     await until(lambda: len(spans(a)) == 2, a)
 
     assert a.machine.charter is not None
@@ -477,7 +489,7 @@ async def test_a_node_that_restarts_keeps_places_for_the_members_that_it_knew(
     reserved: list[list[tuple[str, ...]]] = []
     monkeypatch.setattr(Endpoints, "reserve", lambda _, peers: reserved.append([*peers]))
     a = await mesh.start("a", members=2)
-    b = await mesh.start("b", join=a.ticket)
+    b = await mesh.start("b", join=await a.create_ticket())
     await until(lambda: b.me in a.store.peers, a)
 
     await mesh.kill("a")
@@ -499,7 +511,7 @@ async def test_charter_changes_while_a_node_loads_are_kept(
         return await join(self, charter, **more)
 
     monkeypatch.setattr(Preparation, "join", read_slowly)
-    b = await mesh.start("b", join=a.ticket, policy="throughput")
+    b = await mesh.start("b", join=await a.create_ticket(), policy="throughput")
     await has_begun.wait()
     assert a.machine.charter is not None
     a.charter_editor.publish(replace(a.machine.charter, members=2))
@@ -584,7 +596,7 @@ async def test_a_change_of_address_while_profiling_is_published(
 async def test_a_change_of_address_is_published(mesh: Mesh) -> None:
     mesh.network = network = Roaming()
     a = await mesh.start("a")
-    b = await mesh.start("b", join=a.ticket)
+    b = await mesh.start("b", join=await a.create_ticket())
     await until(lambda: "b" in states(a), a)
 
     network.moves[1]("loopback:elsewhere")
@@ -616,9 +628,11 @@ async def test_models_of_engines_are_answered_through_every_node(
     async with serving(FakeEngine()) as url, AsyncExitStack() as stack:
         second = FakeEngine()
         other = await stack.enter_async_context(serving(second))
-        b = await mesh.start("b", Provider(EngineClient(url)), join=a.invite(Role.NODE, None, None))
+        b = await mesh.start(
+            "b", Provider(EngineClient(url)), join=await a.invite(Role.NODE, None, None)
+        )
         c = await mesh.start(
-            "c", Provider(EngineClient(other)), join=a.invite(Role.NODE, None, None)
+            "c", Provider(EngineClient(other)), join=await a.invite(Role.NODE, None, None)
         )
         for node in (a, b, c):
             await until(lambda node=node: provided(node) == {"fox": ("b", "c")}, node)  # type: ignore[misc]  # a closure
@@ -645,7 +659,7 @@ async def test_models_of_engines_are_answered_through_every_node(
 
 async def test_a_prompt_reaches_no_ring_with_a_node_that_is_not_trusted(mesh: Mesh) -> None:
     a = await mesh.start("a", members=2, trust=())
-    b = await mesh.start("b", join=a.ticket)
+    b = await mesh.start("b", join=await a.create_ticket())
     for node in (a, b):
         await until(lambda node=node: len(spans(node)) == 2, node)  # type: ignore[misc]  # a closure
 
@@ -668,7 +682,7 @@ async def test_a_prompt_with_a_key_reaches_only_the_nodes_that_the_key_trusts(
     a = await mesh.start("a")
     await until(lambda: len(spans(a)) == 1, a)
     async with serving(engine) as url:
-        await mesh.start("b", Provider(EngineClient(url)), join=a.ticket)
+        await mesh.start("b", Provider(EngineClient(url)), join=await a.create_ticket())
         await until(lambda: provided(a) == {"fox": ("b",)}, a)
         with Accounts.open(tmp_path / "keys") as accounts:
             service = Service(control_of(a), accounts)
@@ -694,7 +708,7 @@ async def test_a_provider_that_leaves_finishes_its_answers(
     question = Request(({"role": "user", "content": "one hold two"},), model="fox")
     a = await mesh.start("a")
     async with serving(engine) as url:
-        b = await mesh.start("b", Provider(EngineClient(url)), join=a.ticket)
+        b = await mesh.start("b", Provider(EngineClient(url)), join=await a.create_ticket())
         await until(lambda: provided(a) == {"fox": ("b",)}, a)
         async with asyncio.timeout(2 * PATIENCE_S):
             async for event in control_of(a).generate(question):
@@ -710,3 +724,50 @@ async def test_a_provider_that_leaves_finishes_its_answers(
         assert said == "one hold two "
         await asyncio.wait_for(b.stopped, PATIENCE_S)
     assert len(engine.asked) == 1
+
+
+async def test_no_command_or_guest_lets_the_event_loop_wait_for_the_disk(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, loop = await mesh.start("a"), threading.get_ident()
+    on_loop, off_loop = list[str](), set[str]()
+
+    def note(name: str) -> None:
+        run = getattr(state_store, name)
+
+        def noting(path: Path, *args: Any) -> Any:
+            if path.parent == a.store.folder:
+                on_loop.extend([name] if threading.get_ident() == loop else [])
+                off_loop.add(name)
+            return run(path, *args)
+
+        monkeypatch.setattr(state_store, name, noting)
+
+    for name in ("_stamp", "_read", "_draft"):
+        note(name)
+
+    b = await mesh.start("b", join=await a.create_ticket())
+    await until(lambda: "b" in states(a), a)
+    await control_of(a).invite("node", 60, 1)
+    await control_of(a).remove("b")
+
+    assert b.me in a.machine.removals
+    machine = Membership(a.store.key, a._own.credential, 9, now=0, wall_s=time.time())
+    restore_records(await asyncio.to_thread(StateStore.open, a.store.folder), machine, 0)
+    assert b.me in machine.removals
+    with pytest.raises(NotAuthorised, match="is removed from the mesh"):
+        await asyncio.wait_for(b.stopped, PATIENCE_S)
+    assert (on_loop, off_loop) == ([], {"_stamp", "_read", "_draft"})
+
+
+async def test_a_ticket_of_another_process_is_known_by_the_next_query_of_its_guest(
+    mesh: Mesh,
+) -> None:
+    a = await mesh.start("a")
+    made = StateStore.open(a.store.folder).invite([], Role.NODE, lasts_s=None, uses=1)
+
+    assert made.psk not in a._guests()
+
+    async with asyncio.timeout(PATIENCE_S):
+        while made.psk not in a._guests():  # noqa: ASYNC110  # as a guest repeats its query
+            await asyncio.sleep(0.01)

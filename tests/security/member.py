@@ -57,6 +57,9 @@ class _Closed:
 
     removals: Removals = MappingProxyType({})
 
+    async def refresh(self) -> None:
+        """Do nothing."""
+
     def guests(self) -> tuple[bytes, ...]:
         return ()
 

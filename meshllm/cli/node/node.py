@@ -353,7 +353,8 @@ async def _invite(opened: "MeshNode", notify: Callable[[Notice], None], file: Pa
         text = "all members are known; `meshllm ring ticket` makes a ticket for another one"
         notify(Notice("ready", text))
         return ""
-    ticket, more = opened.ticket, f"{count} more machines" if count > 1 else "1 more machine"
+    ticket = await opened.create_ticket()
+    more = f"{count} more machines" if count > 1 else "1 more machine"
     if file is not None:
         _write_private(file, f"{ticket}\n")
     notify(Notice("ready", f"ticket for {more}, and the command:"))

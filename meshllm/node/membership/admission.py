@@ -31,8 +31,12 @@ class MemberAdmission:
         self._credential = credential
         self.removals = removals
 
+    async def refresh(self) -> None:
+        """Learn of the tickets that another process has made."""
+        await self._run(self._store.refresh)
+
     def guests(self) -> Iterator[bytes]:
-        """Yield the pre-shared keys of the tickets that are valid, the newest first."""
+        """Yield the pre-shared keys of the valid tickets that are known, the newest first."""
         now = time.time()
         for invitation in reversed(self._store.invitations()):
             if not (invitation.is_expired(now) or self._is_closed(invitation)):

@@ -2,9 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import count
+from threading import Lock
 from typing import Self
 
 from meshllm.errors import PeerFault, UserError
@@ -76,47 +77,59 @@ class RecordKeeper:
         self._off_loop = off_loop
         self._pause_s = pause_s
         self._unsaved = asyncio.Event()
+        self._writing = Lock()
+        self._taken = count(1)
+        self._written = 0  # the number of the last snapshot on disk
 
     def changed(self) -> None:
         """Save soon: the records may have changed."""
         self._unsaved.set()
 
-    def save(self) -> None:
-        """Save now, on disk before this returns.
+    async def save(self) -> SavedRecords:
+        """Save now, on disk before this returns; return what was saved.
 
         Raises:
             UserError: the folder cannot be written.
+
+        If cancelled, they are saved all the same.
         """
-        save_records(self._store, self._take())
+        records = self._take()
+        await self._off_loop(self._write, next(self._taken), records)
+        return records
 
     def close(self) -> None:
         """Save what is not saved yet."""
         if self._unsaved.is_set():
-            with _warned():
-                self.save()
+            try:
+                self._write(next(self._taken), self._take())
+            except UserError as error:
+                _warn(error)
 
     async def run(self) -> None:
         """Save after each change until cancelled; what cannot be saved is tried again."""
         while True:
             await self._unsaved.wait()
             await asyncio.sleep(self._pause_s)
-            records, is_saved = self._take(), False
-            with _warned():
-                await self._off_loop(save_records, self._store, records)
-                is_saved = True
-            if not is_saved:
+            try:
+                saved = await self.save()
+            except UserError as error:
+                _warn(error)
                 await asyncio.sleep(RETRY_S)
-            elif records == self._take():
-                self._unsaved.clear()
+            else:
+                if saved == self._take():
+                    self._unsaved.clear()
+
+    def _write(self, number: int, records: SavedRecords) -> None:
+        """Write a snapshot, unless a later one is on disk: threads may overtake each other."""
+        with self._writing:
+            if number > self._written:
+                save_records(self._store, records)
+                self._written = number
 
 
-@contextmanager
-def _warned() -> Iterator[None]:
-    """Log instead of raise if the state folder cannot be written, such as on a full disk."""
-    try:
-        yield
-    except UserError as error:
-        logger.warning("%s", error)
+def _warn(error: UserError) -> None:
+    """Log that the state folder cannot be written, such as on a full disk."""
+    logger.warning("%s", error)
 
 
 def restore_records(store: StateStore, machine: Mesh, now: float) -> None:

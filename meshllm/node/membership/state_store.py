@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
+from threading import Lock
 from typing import Any, BinaryIO, Self, TypeAlias
 
 from blake3 import blake3
@@ -80,14 +81,15 @@ class Invitation:
 class StateStore:
     """The state folder of one node.
 
-    Methods that write block on the disk; call them off the event loop. The content is cached in
-    memory, and read again after another process has changed the file.
+    `refresh` and the methods that write block on the disk; call them off the event loop. The others
+    read a copy in memory.
     """
 
     def __init__(self, folder: Path, key: NodeKey, content: Content) -> None:
         self.folder = folder
         self.key = key
         self._held: _Held = None, content  # one attribute, so that threads replace it atomically
+        self._holding = Lock()
 
     @classmethod
     def open(cls, folder: Path) -> Self:
@@ -215,9 +217,21 @@ class StateStore:
         return Ticket(self.key.node, places, role, expires, invitation.secret)
 
     def invitations(self) -> list[Invitation]:
-        """List the invitations, the oldest first; cheap, as it is called for every handshake."""
-        self._refresh()
+        """List the invitations, the oldest first; `refresh` adds those of another process."""
         return [_invitation(each) for each in self._content.get("invitations", [])]
+
+    def refresh(self) -> None:
+        """Read the file if another process has changed it; keep the content if it is invalid."""
+        held = stamp, content = self._held
+        path = self.folder / FILE
+        if (now := _stamp(path)) not in (stamp, None):
+            try:
+                content = _read(path) or content
+            except (UserError, NotAuthorised, OSError) as error:
+                logger.warning("%s", error)
+            with self._holding:
+                if self._held is held:  # else another thread has written, perhaps since the reading
+                    self._held = now, content
 
     def use(self, invitation: Invitation, guest: NodeId) -> bool:
         """Record a use of an invitation; return whether it is still open, also after races."""
@@ -245,16 +259,6 @@ class StateStore:
         except OSError as error:
             raise _unusable(self.folder, error) from None
 
-    def _refresh(self) -> None:
-        """Read the file again if it has changed; keep the old content if it is invalid."""
-        path, (stamp, content) = self.folder / FILE, self._held
-        if (now := _stamp(path)) not in (stamp, None):
-            try:
-                content = _read(path) or content
-            except (UserError, NotAuthorised, OSError) as error:
-                logger.warning("%s", error)
-            self._held = now, content
-
     def _change(self, change: Callable[[Content], Content]) -> None:
         """Update the file under a lock, from its current content on disk.
 
@@ -268,7 +272,8 @@ class StateStore:
                 before = _read(path)
                 content = change(self._content if before is None else before)
                 _draft(path, json.dumps(content, indent=2).encode()).replace(path)
-                self._held = _stamp(path), content
+                with self._holding:
+                    self._held = _stamp(path), content
         except OSError as error:
             raise _unusable(self.folder, error) from None
 

@@ -59,6 +59,10 @@ class AdmissionPolicy(Protocol):
         """The removed members, which receive no reply."""
         ...
 
+    async def refresh(self) -> None:
+        """Prepare `guests`, for a dialer that is not a member."""
+        ...
+
     def guests(self) -> Iterable[bytes]:
         """Yield the pre-shared keys of the open tickets; see `handshake.Listener`."""
         ...
@@ -222,7 +226,7 @@ async def secure_accept(link: Link, own: Own, admission: AdmissionPolicy) -> Sec
         own, _fresh(), admission.guests(), now_s=time.time(), removals=admission.removals
     )
     async with _handshake(link):
-        first = await _first(link)
+        first = await _first(link, listener, admission)
         while True:
             channel, message = first or await link.receive()
             first = None
@@ -244,12 +248,18 @@ async def secure_accept(link: Link, own: Own, admission: AdmissionPolicy) -> Sec
                         assert_never(action)
 
 
-async def _first(link: Link) -> tuple[Channel, Buffer] | None:
+async def _first(
+    link: Link, listener: HandshakeListener, admission: AdmissionPolicy
+) -> tuple[Channel, Buffer] | None:
+    """Wait for the first message; unless it is of a member, the open tickets are needed next."""
     try:
         async with asyncio.timeout(FIRST_S):
-            return await link.receive()
+            channel, message = await link.receive()
     except TimeoutError:
         raise LinkLost(f"The peer said nothing for {FIRST_S} s") from None
+    if not listener.is_of_member(bytes(message)):
+        await admission.refresh()
+    return channel, message
 
 
 async def _dial(link: Link, dialer: HandshakeDialer) -> SecureLink:

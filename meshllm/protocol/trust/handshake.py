@@ -324,6 +324,10 @@ class HandshakeListener:
         self._received = 0
         self._judged: Judge | None = None
 
+    def is_of_member(self, message: bytes) -> bool:
+        """Return whether a first message was made with the mesh id; else `guests` are needed."""
+        return self._transcript.is_ours(message)
+
     def receive(self, message: bytes) -> list[SendHandshake | Judge]:
         """Handle a message of the dialer.
 

@@ -102,6 +102,10 @@ class Transcript:
         opened = _open(_introducing(secret, digest), "dialer", sealed)
         return _recognise(_INTRODUCTION, digest, opened)
 
+    def is_ours(self, message: bytes) -> bool:
+        """Return whether the MAC of a first message was made with our own pre-shared key."""
+        return _fits(self._psk, message[:-_MAC_BYTES], message[-_MAC_BYTES:])
+
     def check_first(
         self, message: bytes, others: Iterable[bytes] = (), *, is_quiet: bool = False
     ) -> bool:

@@ -83,6 +83,9 @@ class FakeNode:
     async def hear(self) -> None:
         self.has_heard = True
 
+    async def create_ticket(self) -> str:
+        return self.ticket
+
     async def models(self) -> list[ModelStatus]:
         return [FOX] if self.has_heard else []
 

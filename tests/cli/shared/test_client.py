@@ -96,7 +96,7 @@ async def test_other_terms_are_tried(client: NodeClient, node: FakeNode) -> None
 async def test_requests_reach_the_node(client: NodeClient, node: FakeNode) -> None:
     assert await client.invite("node", 3600, 2) == "meshllm1abc"
     assert await client.invite("client", 60, 1, tokens_per_day=9) == "meshllm1abc"
-    assert await client.remove("abc") == node.remove("abc")
+    assert await client.remove("abc") == await node.remove("abc")
 
     limited = ("client", 60, 1, ClientLimits(tokens_per_day=9))
     assert node.calls == [("node", 3600, 2), limited, ("abc",), ("abc",)]

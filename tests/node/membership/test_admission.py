@@ -233,7 +233,7 @@ def test_one_of_two_concurrent_guests_gets_the_last_use(house: House) -> None:
     assert len(invitation.guests) == 1
 
 
-def test_unknown_peers_cause_no_disk_reads(house: House) -> None:
+async def test_unknown_peers_cause_no_disk_reads(house: House) -> None:
     ticket = house.ticket()
     reads = list[Path]()
     read = keyring_module._read
@@ -244,15 +244,34 @@ def test_unknown_peers_cause_no_disk_reads(house: House) -> None:
 
     with patch.object(keyring_module, "_read", noting):
         for _ in range(5):
+            await house.gate.refresh()
             assert [*house.gate.guests()] == [ticket.psk]
         assert not reads
 
         other = StateStore.open(house.store.folder).invite([], Role.NODE, lasts_s=None, uses=None)
         reads.clear()
         for _ in range(5):
+            await house.gate.refresh()
             assert [*house.gate.guests()] == [other.psk, ticket.psk]
 
     assert len(reads) == 1
+
+
+async def test_tickets_of_another_process_are_read_off_the_loop(house: House) -> None:
+    ticket, jobs = house.ticket(), list[object]()
+    other = StateStore.open(house.store.folder).invite([], Role.NODE, lasts_s=None, uses=None)
+
+    async def elsewhere(function: Callable[..., T], /, *args: Any) -> T:
+        jobs.append(function)
+        return function(*args)
+
+    gate = MemberAdmission(house.store, house.credential, {}, elsewhere)
+    assert [*gate.guests()] == [ticket.psk]
+
+    await gate.refresh()
+
+    assert jobs == [house.store.refresh]
+    assert [*gate.guests()] == [other.psk, ticket.psk]
 
 
 async def test_a_use_of_a_ticket_is_saved_off_the_loop_before_the_reply(house: House) -> None:

@@ -141,7 +141,7 @@ def test_a_folder_that_cannot_be_written_is_a_warning(
         await asyncio.sleep(5)
         assert "The disk is full" in caplog.text
         with pytest.raises(UserError):
-            kept.keeper.save()  # the caller waits for it
+            await kept.keeper.save()  # the caller waits for it
 
     keep(story)
 
@@ -177,5 +177,44 @@ def test_the_end_saves_what_is_not_saved(keep: Keep) -> None:
         kept.change(met(BOB))
         kept.keeper.close()
         assert kept.saved == [met(BOB)]
+
+    keep(story)
+
+
+async def test_what_is_saved_at_once_is_saved_off_the_loop(store: StateStore) -> None:
+    jobs = list[object]()
+
+    async def elsewhere(function: Any, /, *args: Any) -> Any:
+        assert not store.peers
+        jobs.append(function)
+        return function(*args)
+
+    keeper = RecordKeeper(store, lambda: met(ANN), elsewhere)
+    await keeper.save()
+
+    assert len(jobs) == 1
+    assert set(store.peers) == {ANN}
+
+
+def test_a_snapshot_that_was_overtaken_is_not_written(keep: Keep) -> None:
+    async def story(kept: Kept) -> None:
+        first, written = asyncio.Event(), list[SavedRecords]()
+
+        async def overtaken(run: Any, *args: Any) -> Any:
+            if not written:
+                written.append(args[-1])
+                await first.wait()
+            return run(*args)
+
+        kept.keeper._off_loop = overtaken
+        kept.change(met(ANN))
+        await asyncio.sleep(2)
+        kept.change(met(BOB))
+        await kept.keeper.save()
+        first.set()
+        await asyncio.sleep(0)
+        kept.keeper.close()
+        assert (written, kept.saved[0]) == ([met(ANN)], met(BOB))
+        assert met(ANN) not in kept.saved
 
     keep(story)

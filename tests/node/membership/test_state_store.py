@@ -498,6 +498,7 @@ def test_a_file_deleted_while_the_node_runs_is_restored(store: StateStore) -> No
     ticket = store.invite([], Role.NODE, lasts_s=None, uses=1)
     (store.folder / "mesh.json").unlink()
 
+    store.refresh()
     (invitation,) = store.invitations()
     assert store.use(invitation, GUEST.node)
 
@@ -515,5 +516,26 @@ def test_a_file_damaged_while_the_node_runs_is_reported_once(
 
     damage(store, "text")
 
-    assert store.invitations() == store.invitations() == before
+    for _ in range(2):
+        store.refresh()
+        assert store.invitations() == before
     assert caplog.text.count("Invalid state file") == 1
+
+
+def test_a_write_while_the_file_is_read_is_not_forgotten(
+    store: StateStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.found()
+    again(store).remember("records", b"x")
+    read = module._read
+
+    def late(path: Path) -> Any:
+        monkeypatch.setattr(module, "_read", read)
+        content = read(path)
+        store.invite([], Role.NODE, lasts_s=None, uses=1)  # on another thread
+        return content
+
+    monkeypatch.setattr(module, "_read", late)
+    store.refresh()
+
+    assert len(store.invitations()) == 1

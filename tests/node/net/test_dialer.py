@@ -30,6 +30,9 @@ class Open:
     refusal: NotAuthorised | None = None
     removals = NOBODY
 
+    async def refresh(self) -> None:
+        """Do nothing."""
+
     def guests(self) -> tuple[bytes, ...]:
         return ()
 

@@ -1,7 +1,7 @@
 """A secure link keeps the contract of a link, and rejects unknown peers and tampering."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -59,8 +59,14 @@ class House:
     removals = NOBODY
     refusal: NotAuthorised | None = None
 
-    def guests(self) -> tuple[bytes, ...]:
-        return (TICKET.psk, guest_psk(bytes(16)))
+    def __init__(self) -> None:
+        self.known: tuple[bytes, ...] = (guest_psk(bytes(16)),)
+
+    async def refresh(self) -> None:
+        self.known = (TICKET.psk, *self.known)
+
+    def guests(self) -> Iterator[bytes]:
+        yield from self.known
 
     async def judge(
         self, peer: NodeId, proof: Credential | TicketProof, purpose: Purpose, instance: int
@@ -190,6 +196,15 @@ async def test_a_ticket_admits_and_issues_a_credential() -> None:
     assert dialled.granted is not None
     assert dialled.granted == accepted.credential
     assert check(dialled.granted, GUEST.node, MESH, NOW, NOBODY) is Role.NODE
+
+
+@pytest.mark.parametrize(("own", "tickets"), [(AS_MEMBER, 1), (AS_JOINER, 2)])
+async def test_tickets_are_read_for_guests_only(own: Own, tickets: int) -> None:
+    (one, other), house = await plain(), House()
+
+    await asyncio.gather(dial(one, own), secure_accept(other, AS_HOST, house))
+
+    assert len(house.known) == tickets
 
 
 async def test_messages_are_encrypted() -> None:

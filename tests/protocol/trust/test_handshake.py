@@ -212,6 +212,14 @@ def test_open_tickets_are_iterated_once_and_only_for_non_members() -> None:
     assert listener.receive(said(make_dialer(AS_JOINER).start()))
 
 
+def test_a_first_message_shows_whether_it_is_of_a_member() -> None:
+    member, guest = make_dialer(), make_dialer(AS_JOINER)
+
+    assert make_listener().is_of_member(said(member.start()))
+    assert not make_listener().is_of_member(said(guest.start()))
+    assert not make_listener().is_of_member(b"")
+
+
 def test_the_welcome_reveals_the_mesh_but_the_ticket_does_not() -> None:
     talk = Talk(AS_JOINER)
 
