@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 
 from meshllm_quic.net.address import QuicAddress
 from meshllm_quic.net.network import Address, DatagramNetwork, of_each_family
-from meshllm_quic.relay.relays import Relays, RelayUsage
+from meshllm_quic.relay.relays import Relays, RelayUsage, raise_error
 
 READY_S = 4.0
 """How long a listener waits for its relays before it publishes its addresses; UDP takes 3 s."""
@@ -41,6 +41,8 @@ async def registered(
     # Each by itself: a name server may take long to answer for one of them.
     jobs = (_keep(relays, network, place, found) for place in places)
     keeping = [asyncio.ensure_future(job) for job in jobs]
+    for task in keeping:
+        task.add_done_callback(raise_error)
     try:
         yield
     finally:

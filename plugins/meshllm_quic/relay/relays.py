@@ -272,6 +272,7 @@ class Relays:
             self._port.random,
         )
         client.task = self._loop.create_task(client.stream.run())
+        client.task.add_done_callback(raise_error)
         self.observations.add(relay, self._loop.time())
 
     def _return(self, relay: Address, now: float) -> None:
@@ -315,6 +316,12 @@ class Relays:
             self._questions[nonce] = observer
             self._port.send_packet(AddressRequest(nonce).encode(), observer)
         self._note()
+
+
+def raise_error(task: asyncio.Task[None]) -> None:
+    """Report a bug in a task that has ended to the event loop."""
+    if not task.cancelled():
+        task.result()
 
 
 def _end_stream(client: _RelayClient) -> None:

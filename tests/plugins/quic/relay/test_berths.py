@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any, cast
 
 import pytest
 
@@ -201,6 +202,19 @@ async def test_a_lost_relay_is_sought_while_another_name_resolves_slowly() -> No
         await asyncio.sleep(SEEK_S + 1)
 
         assert [state for _, state in states(transport)] == ["registered over UDP"]
+
+
+@virtual
+async def test_a_bug_in_the_background_is_reported_at_once() -> None:
+    loop, reports = asyncio.get_running_loop(), list[dict[str, Any]]()
+    loop.set_exception_handler(lambda _, report: reports.append(report))
+    names = Names(Internet(seed=1).behind("full cone").host("a"))
+
+    async with node(names):
+        names.slow["relay.example"] = cast("float", "a bug")
+        await asyncio.sleep(2 * SEEK_S)
+
+        assert [type(each["exception"]) for each in reports] == [TypeError]
 
 
 class Silent:
