@@ -345,12 +345,23 @@ class NetworkStatus:
 
 @dataclass(frozen=True, slots=True)
 class MemoryStatus:
-    """Memory use of the node's process, in bytes."""
+    """Memory use of the node's process, in bytes.
+
+    All but `process`, `unread_weights` and `kv_room` are parts, which together take `process` and
+    `unread_weights`: `other` is the rest. Caches count as reserved, so that the parts may be more
+    while sessions begin. Weights and caches on a GPU are not in the memory of the process.
+    """
 
     process: int = 0
     """Resident set size."""
     weights: int = 0
-    """Of all loaded layers, also of those loaded in advance; they may be mapped from their file."""
+    """As stored, of all loaded layers, also of those loaded in advance; mapped from their file if
+    they have its dtype. Without those that quantised ones replace."""
+    packed_weights: int = 0
+    """Quantised matrices, which may be mapped from their cache, and copies in oneDNN's layout."""
+    unread_weights: int = 0
+    """Of both, what is not in memory: mapped and not read yet, such as rows of an embedding, or
+    reclaimed."""
     kv_cache: int = 0
     """Reserved by running sessions."""
     prefix_cache: int = 0
@@ -358,11 +369,30 @@ class MemoryStatus:
     kv_room: int = 0
     """Limit of `kv_cache` and `prefix_cache` together."""
     drafter: int = 0
-    """Index of past texts for speculative decoding."""
+    """Index of past texts for speculative decoding, or the draft model and its caches."""
     recorded_steps: int = 0
     """Arenas of traced steps."""
     sent_rows: int = 0
     """Hidden states sent to the next rank, from which the caches of a lost one are computed."""
+    waiting_rows: int = 0
+    """Hidden states that wait for a step of this rank, or to be sent."""
+    received_caches: int = 0
+    """KV caches that other nodes hand over, for layers loaded in advance."""
+    requests: int = 0
+    """Prompts of the requests in progress."""
+    other: int = 0
+    """The rest of the process: the interpreter, libraries, workspace, connections."""
+
+
+PASSING_MEMORY = (
+    "process",
+    "unread_weights",
+    "waiting_rows",
+    "received_caches",
+    "requests",
+    "other",
+)
+"""Fields of `MemoryStatus` that change all the time: that alone is not an event."""
 
 
 @dataclass(frozen=True, slots=True)

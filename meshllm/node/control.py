@@ -5,8 +5,10 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 
 from meshllm.errors import Busy, Leaving, MeshError, UserError
+from meshllm.model.shape import absent_bytes
 from meshllm.names import NodeId, show
 from meshllm.node.founding import find_node
 from meshllm.node.node import MeshNode
@@ -22,7 +24,7 @@ from meshllm.node.report import (
 )
 from meshllm.node.requests.model_list import models_to_json
 from meshllm.node.requests.peer_requests import MAX_PER_CLIENT
-from meshllm.node.ring.memory import measure
+from meshllm.node.ring.memory import addresses, measure
 from meshllm.node.view import NodeView
 from meshllm.protocol.agreement.trial import TrialTerms, try_out
 from meshllm.protocol.membership.charter import Charter
@@ -60,7 +62,7 @@ class NodeControl:
     changes: Callable[[], AsyncGenerator[None, None]]
     """Yields once at first, then after each possible change."""
     answer: Callable[[Request], AsyncGenerator[Event, None]]
-    measure: Callable[[], MemoryStatus]
+    measure: Callable[[], Awaitable[MemoryStatus]]
     """Measures the memory of the process."""
     add_model: Callable[[ModelOptions], Awaitable[Charter]]
     stop_model: Callable[[str], None]
@@ -68,7 +70,8 @@ class NodeControl:
 
     async def status(self) -> MeshStatus:
         """Return the status of the node, its ring and its mesh."""
-        return mesh_status(self.snapshot(), self.measure())
+        memory = await self.measure()
+        return mesh_status(self.snapshot(), memory)
 
     async def try_plan(self, terms: PlanTerms) -> PlannedRing:
         """Plan with other terms, off the event loop; nothing moves."""
@@ -184,12 +187,25 @@ def control_of(node: MeshNode) -> NodeControl:
         node.revoke,
         node.state.changes,
         node.router.generate,
-        lambda: measure(node.state.ranks, node.state.held),
+        partial(_measured, node),
         node.charter_editor.serve_model,
         node.charter_editor.stop_model,
     )
     node.router.peers.list_models = lambda: models_to_json(models(node.view()))
     return control
+
+
+async def _measured(node: MeshNode) -> MemoryStatus:
+    """Measure memory; the pages of large weights are counted off the event loop."""
+    ranges = addresses(node.state.held)
+    unread = await asyncio.to_thread(absent_bytes, ranges) if ranges else 0
+    return measure(
+        node.state.ranks,
+        node.state.held,
+        unread=unread,
+        received=node.state.received_bytes,
+        requests=node.router.request_bytes,
+    )
 
 
 def _guests(view: NodeView, host: NodeId) -> dict[NodeId, NodeId]:

@@ -475,8 +475,7 @@ def memory(ring: Ring) -> dict[str, dict[str, int]]:
     for name in (*RANKS, INGRESS):
         shown = ring.ground.node(name).status()["memory"]
         total, _ = shown.pop("process"), shown.pop("kv_room")
-        parts = {**shown, "other": total - sum(shown.values())}
-        found[name] = {"total": total, "anonymous": anonymous(ring.ground.node(name)), **parts}
+        found[name] = {"total": total, "anonymous": anonymous(ring.ground.node(name)), **shown}
     return found
 
 

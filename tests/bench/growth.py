@@ -22,11 +22,17 @@ _SAMPLE = re.compile(r'^meshllm_memory_bytes\{part="(\w+)"\} (\d+)', re.MULTILIN
 _PARTS = (
     "process",
     "weights",
+    "packed_weights",
+    "unread_weights",
     "kv_cache",
     "prefix_cache",
     "drafter",
     "recorded_steps",
     "sent_rows",
+    "waiting_rows",
+    "received_caches",
+    "requests",
+    "other",
 )
 
 

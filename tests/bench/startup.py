@@ -95,8 +95,7 @@ def weigh(fleet: Fleet) -> tuple[int, int]:
     sizes = list[tuple[int, int]]()
     for node in fleet.nodes.values():
         memory = node.status()["memory"]
-        parts = ("weights", "kv_cache", "prefix_cache", "drafter", "recorded_steps", "sent_rows")
-        sizes.append((memory["process"], sum(memory[part] for part in parts)))
+        sizes.append((memory["process"], memory["process"] - memory["other"]))
     return max(sizes)
 
 

@@ -123,6 +123,7 @@ class RecordingNeighbours:
     features = Features(0)
     helps = False
     is_waiting = False
+    queued_bytes = 0
 
     def __init__(self) -> None:
         self.sent: list[SessionMessage] = []

@@ -1,6 +1,8 @@
 """A shape is cached, and read without torch."""
 
+import ctypes
 import json
+import mmap
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshllm.model import shape
 from meshllm.model.capacity import shape_of
 from meshllm.model.files.source import resolve
-from meshllm.model.shape import CachedShape
+from meshllm.model.shape import CachedShape, absent_bytes
 from meshllm.names import Quant
 from meshllm.testing.models import tiny_model
 
@@ -72,3 +75,27 @@ def test_planning_for_a_cached_shape_loads_no_torch(tmp_path: Path) -> None:
     assert [run.stderr.splitlines()[-1] for run in runs] == ["True True", "False False"]
     assert runs[0].stdout == runs[1].stdout
     assert "0:" in runs[0].stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells which pages are in memory")
+def test_pages_that_were_never_read_are_absent() -> None:
+    pages = mmap.mmap(-1, 8 * mmap.PAGESIZE)
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+    for page in (0, 3, 4):
+        pages[page * mmap.PAGESIZE] = 1
+
+    whole = absent_bytes([(begin, begin + len(pages))])
+    parts = absent_bytes(
+        [(begin + 5, begin + mmap.PAGESIZE), (begin + mmap.PAGESIZE + 1, begin + 5000)]
+    )
+
+    assert whole == 5 * mmap.PAGESIZE
+    assert parts == 5000 - mmap.PAGESIZE - 1
+
+
+def test_a_system_that_tells_of_no_pages_has_none_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shape, "_PAGE_MAP", Path("/nowhere"))
+    assert absent_bytes([(0, 1 << 20)]) == 0
+
+    monkeypatch.setattr(sys, "platform", "other")
+    assert absent_bytes([(0, 1 << 20)]) == 0

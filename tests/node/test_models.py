@@ -156,7 +156,8 @@ async def test_one_node_serves_two_models_at_once(mesh: Mesh, random: str) -> No
     assert own_rings[0].digest != own_rings[1].digest
     assert all(each.execution and each.measured for each in own_rings)
     assert own_rings[1].measured != own_rings[0].measured
-    memory = report_of(a).memory
+    memory = (await control_of(a).status()).memory
+    assert 0 < memory.other < memory.process
     assert memory.weights > max(_weights(each) for each in a.state.members)
 
     control_of(a).stop(random)

@@ -38,6 +38,7 @@ from meshllm.node.provider import EngineClient, Provider
 from meshllm.node.provider import provider as provider_module
 from meshllm.node.report import mesh_status
 from meshllm.node.ring.local_ring import RingOptions, open_local_ring
+from meshllm.node.ring.memory import measure
 from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.node.ring.runtime import RingRuntime
 from meshllm.node.ring.span_loader import LoadedSpan, RankPart, SpanLoader
@@ -102,8 +103,7 @@ async def until(claim: Callable[[], bool], node: MeshNode) -> None:
 
 
 def report_of(node: MeshNode) -> MeshStatus:
-    control = control_of(node)
-    return mesh_status(control.snapshot(), control.measure())
+    return mesh_status(node.view(), measure(node.state.ranks, node.state.held))
 
 
 def spans(node: MeshNode) -> list[str]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from meshllm.api.generation.precision import precision_of
 from meshllm.names import SHORT_LETTERS, Span
 from meshllm.status import (
+    PASSING_MEMORY,
     LossCounts,
     Measured,
     MemoryStatus,
@@ -216,7 +217,8 @@ def _hops(ring: RingStatus, names: dict[str, tuple[str, str]]) -> tuple[PageHop,
 
 def _rounded(memory: MemoryStatus) -> MemoryStatus:
     """Round what changes all the time, so that no event is sent for it."""
-    return replace(memory, process=memory.process >> MEBIBYTE << MEBIBYTE)
+    changed = {name: getattr(memory, name) >> MEBIBYTE << MEBIBYTE for name in PASSING_MEMORY}
+    return replace(memory, **changed)
 
 
 def _speed(times: Measured | Planned | None) -> PageSpeed | None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from meshllm.cli.shared.client import NodeClient
 from meshllm.errors import LinkLost
-from meshllm.status import MeshStatus, RingStatus
+from meshllm.status import PASSING_MEMORY, MeshStatus, RingStatus
 
 REFRESH_S = 1.0  # figures change without an event
 DEBOUNCE_S = 0.1  # events within this time cause one refresh
@@ -73,7 +73,7 @@ def changes(show: Callable[[MeshStatus], None]) -> Callable[[MeshStatus], None]:
 def _without_counters(status: MeshStatus) -> object:
     nodes = tuple(replace(each, link=None, memory_bytes=0) for each in status.nodes)
     paths = [each.link and each.link.path for each in status.nodes]
-    memory = replace(status.memory, process=0)
+    memory = replace(status.memory, **dict.fromkeys(PASSING_MEMORY, 0))
     rings = tuple(
         replace(each, status=each.status and _without_clocks(each.status)) for each in status.rings
     )

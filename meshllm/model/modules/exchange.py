@@ -1,16 +1,16 @@
 """Replaces modules of a model by faster ones: on load, for row-invariant steps, for timing."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from math import inf
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshllm.model.device import CPU
 from meshllm.model.modules import int8
 from meshllm.model.modules.linear_bf16 import MOST_ROWS, CompiledLinear
-from meshllm.model.modules.linear_onednn import replace_linears
+from meshllm.model.modules.linear_onednn import PackedLinear, replace_linears
 from meshllm.model.modules.linear_padded import find_min_rows, pad_linears, unpad_linears
 from meshllm.model.modules.quant_linear import QuantLinear
 from meshllm.model.modules.quantise import quantise
@@ -78,6 +78,26 @@ def restore_modules(model: nn.Module) -> None:
     """Undo the replacements for row-invariant steps."""
     unpad_linears(model)
     unfuse_rms_norms(model)
+
+
+def plain_tensors(model: nn.Module) -> Iterator[Tensor]:
+    """Yield the parameters and buffers in memory; one may occur several times.
+
+    Those that a quantised matrix replaces are freed, or paged out and never read again, and so left
+    out, unless another module reads them, such as an embedding. Those that oneDNN's copies replace
+    stay mapped until the system needs their memory.
+    """
+    for module in model.modules():
+        replaced = module.weight if isinstance(module, QuantLinear) else None
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            if tensor is not replaced and not tensor.is_meta:
+                yield tensor
+
+
+def packed_tensors(model: nn.Module) -> Collection[Tensor]:
+    """Return the quantised matrices, and oneDNN's copies, which have no address."""
+    packers = (each for each in model.modules() if isinstance(each, QuantLinear | PackedLinear))
+    return {id(tensor): tensor for each in packers for tensor in each.packed}.values()
 
 
 def _is_matrix(parameter: nn.Parameter) -> bool:

@@ -5,6 +5,8 @@ for int8 weights. `meshllm.model.kernels.gemm_int4` multiplies any number of row
 matrix instructions, prompts are multiplied by weights that are dequantised some at a time.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -29,6 +31,11 @@ class Int4Matrix:
     def __init__(self, packed: Packed, shape: Shape) -> None:
         self.shape = shape
         self._data, self._scale = packed["data"], packed["scale"]
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """Its weights and scales."""
+        return self._data, self._scale
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Multiply [M, K] to [M, N], in their dtype."""

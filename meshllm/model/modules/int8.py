@@ -8,7 +8,7 @@ for a few rows and is row-invariant. Prefill is bound by arithmetic instead: on 
 matrix instructions, some weights at a time are dequantised to bfloat16 and multiplied by torch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from math import inf
 
@@ -37,6 +37,11 @@ class Int8Matrix:
     def __init__(self, packed: Packed, shape: Shape) -> None:
         self.shape = shape
         self._data, self._scale = packed["data"], packed["scale"]
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """Its weights and scales."""
+        return self._data, self._scale
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Multiply [M, K] to [M, N], in their dtype."""

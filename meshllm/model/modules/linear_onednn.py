@@ -12,7 +12,7 @@ each shape is tried on load, and either all matrices of that shape are replaced 
 """
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,11 @@ class PackedLinear(nn.Linear):
         packed = torch.ops.mkldnn._reorder_linear_weight(plain.weight.detach(), 1)
         self._packed: tuple[Any, ...] = packed, plain.bias, "none", [], ""
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
+
+    @property
+    def packed(self) -> Sequence[Tensor]:
+        """The copy of its matrix, in a layout without an address."""
+        return self._packed[:1]
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 -- the name that stock code may use
         """Multiply [..., K] to [..., N], as the plain module does."""

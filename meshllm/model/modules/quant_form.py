@@ -1,6 +1,6 @@
 """Types of packed matrices."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -20,6 +20,11 @@ class Matrix(Protocol):
     @property
     def shape(self) -> Shape:
         """Outputs N and inputs K."""
+        ...
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """All that it holds in memory."""
         ...
 
     def __call__(self, rows: Tensor) -> Tensor:

@@ -51,6 +51,11 @@ class QuantLinear(nn.Module):
         self.weight, self.bias = plain.weight, plain.bias
         self._fused, self._index = fused, index
 
+    @property
+    def packed(self) -> Sequence[Tensor]:
+        """The tensors of its matrix, which other modules may share."""
+        return self._fused.matrix.tensors
+
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 -- the name that stock code may use
         """Multiply [..., K] to [..., N], in the dtype of the input."""
         y = self._fused.multiply(self._index, input)

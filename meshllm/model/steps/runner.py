@@ -1,12 +1,13 @@
 """Runners: a shard with its strategy, and a span of layers that was loaded in several pieces."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from meshllm.errors import ModelError
+from meshllm.model.modules.exchange import packed_tensors, plain_tensors
 from meshllm.model.split.kv_cache import SpanCache
 from meshllm.model.split.received_rows import ReceivedRows
 from meshllm.model.split.session_cache import SentRows, SessionCache
@@ -84,6 +85,16 @@ class Runner:
     def is_row_invariant(self) -> bool:
         """Whether several rows run in one pass, in about the time of one row."""
         return self._execution.strategy is not Strategy.STOCK
+
+    @property
+    def plain(self) -> Iterator[Tensor]:
+        """The weights as they are stored, see `plain_tensors`."""
+        return plain_tensors(self.shard.model)
+
+    @property
+    def packed(self) -> Collection[Tensor]:
+        """Packed weights, see `packed_tensors`."""
+        return packed_tensors(self.shard.model)
 
     @property
     def recorded_bytes(self) -> int:

@@ -99,6 +99,11 @@ class OwnState:
         return [each.rank for each in self.members if each.rank]
 
     @property
+    def received_bytes(self) -> int:
+        """Memory of KV caches that are handed over to this node, of all rings."""
+        return sum(at.runtime.received_bytes for at in self.members if at.runtime)
+
+    @property
     def sessions(self) -> int:
         """The number of running sessions on the ranks of this node, and of its provider."""
         provided = self.provider.active if self.provider else 0

@@ -23,6 +23,11 @@ class HeldBytes:
     def __init__(self) -> None:
         self._held = Counter[Asker]()
 
+    @property
+    def total(self) -> int:
+        """Bytes of all askers."""
+        return self._held.total()
+
     @contextmanager
     def holding(self, asker: Asker, size: int) -> Iterator[None]:
         """Count so many bytes of an asker inside the context.

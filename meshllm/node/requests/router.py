@@ -237,6 +237,11 @@ class RequestRouter:
         self._held = HeldBytes()
         self.counts = Counts()
 
+    @property
+    def request_bytes(self) -> int:
+        """Memory of the requests in progress."""
+        return self._held.total
+
     async def run(self) -> None:
         """Serve the requests of other nodes and clients until cancelled."""
         await self.peers.run()

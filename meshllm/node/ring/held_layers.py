@@ -87,6 +87,11 @@ class HeldLayers:
         """Rows computed again after losses, times the layers that computed them."""
         return self._recomputed + (self.span.layers.recomputed if self.span else 0)
 
+    @property
+    def received_bytes(self) -> int:
+        """What is counted for caches that are handed over for layers loaded in advance."""
+        return sum(each.bytes for each in self._receivers.values())
+
     def note_recomputed(self, layers: int, rows: int) -> None:
         """Count rows that so many layers of all ranks have computed again."""
         self._recomputed += layers * rows
@@ -274,7 +279,7 @@ class HeldLayers:
 
     def _lend_rows(self, room: int) -> bool:
         """Lend bytes to caches that are handed over, beside the layers; return whether they are."""
-        size = sum(each.bytes for each in self._receivers.values())
+        size = self.received_bytes
         if size > room or size - self._lent_rows > free_memory():
             return False
         before, self._lent_rows = self._lent_rows, size

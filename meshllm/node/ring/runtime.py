@@ -137,6 +137,11 @@ class RingRuntime:
         return self._held.recomputed
 
     @property
+    def received_bytes(self) -> int:
+        """Memory of KV caches that are handed over for layers loaded in advance."""
+        return self._held.received_bytes
+
+    @property
     def prepared(self) -> Plan | None:
         """The plan that may follow for which this node has loaded what it can."""
         return self._held.prepared

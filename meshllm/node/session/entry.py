@@ -158,6 +158,11 @@ class EntryNode:
         return self._runners.front
 
     @property
+    def waiting_bytes(self) -> int:
+        """Memory of the rows that wait to be sent."""
+        return self._neighbours.queued_bytes if self._neighbours else 0
+
+    @property
     def runners(self) -> list[Runner]:
         """Runners of the loaded parts of the model."""
         return self._runners.runners

@@ -87,6 +87,11 @@ class RingLink:
         """Whether rows wait to be sent."""
         return bool(self._data)
 
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes of all messages that wait to be sent."""
+        return self._queued_bytes
+
     def post(self, action: Forward) -> None:
         """Send a message, or queue it; more than `MAX_QUEUED_BYTES` end the link.
 
@@ -274,6 +279,11 @@ class Neighbours:
     def is_waiting(self) -> bool:
         """Whether rows wait to be sent to the next rank."""
         return self._next.is_waiting
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes of the messages that wait to be sent to either rank."""
+        return self._previous.queued_bytes + self._next.queued_bytes
 
     async def run(self, deliver: Callable[[SessionMessage], None]) -> MeshError:
         """Run both links until one is lost, and return the reason."""

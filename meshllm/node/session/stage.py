@@ -89,6 +89,11 @@ class StageNode:
         return self._runner
 
     @property
+    def waiting_bytes(self) -> int:
+        """Memory of the rows that run, wait for that, or wait to be sent."""
+        return self._machine.waiting_bytes + self._neighbours.queued_bytes
+
+    @property
     def runners(self) -> list[Runner]:
         """Runners of the loaded parts of the model."""
         return [*self._runner.pieces, *([self._head] if self._head else [])]

@@ -436,7 +436,7 @@ class Stage:
         if len(state.pending) >= MAX_PENDING:
             text = f"Data at position {data.pos} while {MAX_PENDING} others are queued"
             return self._refuse(data, text, FaultCode.RULES)
-        if (waiting := self._waiting_bytes + _bytes(data)) > self._max_waiting:
+        if (waiting := self.waiting_bytes + _bytes(data)) > self._max_waiting:
             text = f"{waiting} bytes of rows would wait; the limit is {self._max_waiting}"
             return self._refuse(data, text)
         state.pending.append((data, compute))
@@ -471,7 +471,7 @@ class Stage:
         return state, done
 
     @property
-    def _waiting_bytes(self) -> int:
+    def waiting_bytes(self) -> int:
         """Bytes of the rows that run or wait."""
         waiting = sum(map(_bytes, self._outliving.values()))
         for state in self._sessions.values():

@@ -134,9 +134,12 @@ def test_every_ring_of_the_mesh_is_shown() -> None:
 
 
 def test_memory_is_rounded_so_that_no_event_is_sent_for_it() -> None:
-    status = replace(status_of(1), memory=MemoryStatus((5 << 20) + 1))
+    memory = MemoryStatus((5 << 20) + 1, weights=7, requests=9, other=(3 << 20) + 1)
+    status = replace(status_of(1), memory=memory)
 
-    assert view_of(status, is_public=False).memory == MemoryStatus(5 << 20)
+    seen = view_of(status, is_public=False).memory
+
+    assert seen == MemoryStatus(5 << 20, weights=7, other=3 << 20)
 
 
 def test_a_mesh_without_a_ring_shows_why() -> None:

@@ -62,7 +62,7 @@ def test_clocks_and_counters_are_no_change() -> None:
     show = watch.changes(seen.append)
     first = _of_rings(status_of(2), 1.0)
     second = with_link(_of_rings(status_of(2), 2.0), 1, heard_s=9, bytes_sent=1)
-    second = replace(second, since_s=755.0, memory=MemoryStatus(process=1))
+    second = replace(second, since_s=755.0, memory=MemoryStatus(process=1, requests=1, other=1))
     third = with_node(first, 1, link=None)
     fourth = replace(third, memory=MemoryStatus(weights=1))
 

@@ -50,6 +50,8 @@ def test_what_ends_is_free_again() -> None:
 
     with ExitStack() as stack:
         assert held_by(held, stack, "a key") == MOST
+        assert held.total == MOST * size_of(LONGEST)
+    assert held.total == 0
     assert not held._held
 
 

@@ -4,25 +4,37 @@ import asyncio
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 from weakref import ref
 
 import pytest
+import torch
+from torch import nn
 
-from meshllm.model.files.source import resolve
+from meshllm.model.files.source import Source, resolve
+from meshllm.model.modules import linear_onednn
+from meshllm.model.modules.quantise import quantise
 from meshllm.model.speculation.prompt_lookup import MAX_STORE, SuffixDrafting
 from meshllm.model.split.kv_cache import SpanCache
-from meshllm.names import SessionId
+from meshllm.model.split.shard import Shard
+from meshllm.model.steps.load import load_shard
+from meshllm.model.steps.runner import Runner
+from meshllm.names import Quant, SessionId, Span
 from meshllm.node.options import InferenceConfig
+from meshllm.node.ring import memory
+from meshllm.node.ring.kv_transfer import KvReceiver
 from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
-from meshllm.node.ring.memory import measure
+from meshllm.node.ring.memory import addresses, measure
 from meshllm.node.session.generation import Generation
 from meshllm.protocol.kv_cache import prefix_index
 from meshllm.protocol.planning.plan import Plan
 from meshllm.request import Sampling
 from meshllm.status import MemoryStatus
 from meshllm.testing.clock import run_virtual
-from meshllm.testing.models import tiny_model
+from meshllm.testing.models import stock_model, tiny_model
 from tests.builders.offers import A, B
 from tests.node.ring.test_runtime import Place, World, at_work, plan_of, tokens, until
 
@@ -104,6 +116,105 @@ def test_layers_loaded_in_advance_are_shown(llama: Path) -> None:
     run_virtual(main())
 
 
+def test_handed_over_caches_are_shown(llama: Path) -> None:
+    async def main() -> None:
+        world = World(llama)
+        async with world.serving(A) as (a,):
+            a.runtime._held._receivers[B] = cast("KvReceiver", SimpleNamespace(bytes=7))
+
+            assert a.runtime.received_bytes == 7
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("kind", [Quant.INT8, Quant.INT4])
+async def test_quantised_matrices_are_counted_instead_of_what_they_replace(
+    llama: Path, kind: Quant
+) -> None:
+    source = resolve(str(llama))
+    shown = [await weights(source, ONE), await weights(source, replace(ONE, quant=kind))]
+    model: Any = stock_model(source)
+    report = quantise(model, kind)
+    table = model.get_input_embeddings().weight  # tied to the head, and still read
+
+    plain, quantised = shown
+    assert plain.packed_weights == 0
+    assert quantised.packed_weights == report.bytes > 0
+    assert quantised.weights == plain.weights - report.plain_bytes + table.nbytes
+
+
+async def weights(source: Source, config: InferenceConfig) -> MemoryStatus:
+    async with open_local_ring(source, RingOptions(inference=config)) as ring:
+        return measure([ring.entry])
+
+
+def test_copies_for_onednn_are_counted_beside_what_they_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear_onednn, "SMALLEST", 0)
+    for name, value in (("has_native", False), ("_gains", True)):
+        monkeypatch.setattr(linear_onednn, name, lambda _, value=value: value)
+    source = tiny_model(tmp_path, "llama", dtype=torch.bfloat16)
+    whole = Span(0, source.config.num_hidden_layers)
+    loaded = [
+        runner_of(load_shard(source, whole, embed=True, head=True, packed=packed))
+        for packed in (False, True)
+    ]
+
+    plain, packed = (measure([], [each]) for each in loaded)
+
+    linears = [each for each in loaded[0].shard.model.modules() if isinstance(each, nn.Linear)]
+    assert packed.weights == plain.weights
+    assert plain.packed_weights == 0
+    assert packed.packed_weights == sum(each.weight.nbytes for each in linears)
+    assert sum(end - begin for begin, end in addresses(loaded[1:])) == packed.weights
+
+
+def test_a_tied_head_and_a_part_of_a_head_are_counted_once(tmp_path: Path) -> None:
+    source = tiny_model(tmp_path, "gemma")
+    layers = source.config.num_hidden_layers
+    whole = load_shard(source, Span(0, layers), embed=True, head=True, packed=False)
+    part = load_shard(
+        source, Span(layers, layers), embed=False, head=True, packed=False, share=whole,
+        outputs=range(64),
+    )  # fmt: skip
+    size = part.model.get_output_embeddings().weight.nbytes
+    own, both = (measure([], [*map(runner_of, each)]) for each in ([whole], [whole, part]))
+
+    assert size > 0
+    assert own.weights == sum(each.nbytes for each in whole.model.parameters()) + sum(
+        each.nbytes for each in whole.model.buffers()
+    )
+    assert both.weights - own.weights < size
+
+
+def runner_of(shard: Shard) -> Runner:
+    return Runner(shard, trial=lambda *_: "")
+
+
+async def test_the_parts_take_the_process(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_local_ring(resolve(str(llama)), RingOptions(inference=ONE)) as ring:
+        ring.entry.budget.reserve(SessionId(bytes(16)), 20)
+        monkeypatch.setattr(memory, "process_memory", lambda: 1 << 40)
+        shown = measure([ring.entry], unread=100, received=3, requests=5)
+        monkeypatch.setattr(memory, "process_memory", lambda: 1)
+        small = measure([ring.entry])
+        monkeypatch.setattr(memory, "process_memory", lambda: 1 << 40)
+        for runner in ring.entry.runners:
+            monkeypatch.setattr(runner.shard, "device", torch.device("cuda"))
+        on_gpu = measure([ring.entry])
+
+        assert addresses(ring.entry.runners) == []
+
+    parts = asdict(shown)
+    total = parts.pop("process") + parts.pop("unread_weights")
+    assert parts.pop("kv_room") > 0
+    assert total == sum(parts.values())
+    assert shown.kv_cache > 0 < shown.other
+    assert small.other == 0
+    assert on_gpu.other == shown.other + shown.weights + shown.kv_cache - 100 + 3 + 5
+
+
 async def test_many_requests_hold_no_more_memory_than_some(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,7 +254,7 @@ def test_a_node_outside_a_ring_reports_its_process_only() -> None:
     alone = measure([])
 
     assert alone.process > 1 << 20
-    assert alone == MemoryStatus(alone.process)
+    assert alone == MemoryStatus(alone.process, other=alone.process)
 
 
 def test_the_texts_of_the_drafter_are_bounded() -> None:

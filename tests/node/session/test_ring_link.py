@@ -286,7 +286,7 @@ def test_what_a_neighbour_does_not_read_is_bounded(
                 await asyncio.sleep(2 * BEAT)
                 alive = not running.done()
         reason = await running
-        return reason, peer._queued_bytes, alive
+        return reason, peer.queued_bytes, alive
 
     reason, waiting, alive = run_virtual(story())
 
@@ -332,7 +332,7 @@ def test_rows_that_the_next_rank_would_drop_are_not_sent() -> None:
         running = asyncio.create_task(peer.run(lambda _: None))
         await say(theirs, Hello(THEIRS, 1, PLAN), Beat(1, 0, 0))
         await asyncio.sleep(0.1)
-        assert peer._queued_bytes == 0
+        assert peer.queued_bytes == 0
         running.cancel()
         return await hear(theirs)
 

@@ -368,3 +368,16 @@ async def test_the_sessions_of_a_lost_ring_are_kept_for_the_next() -> None:
 
         assert {session: cache.length for session, cache in stage.kept.items()} == {ONE: 2, TWO: 1}
         assert stage.node.sessions == 0
+
+
+async def test_rows_that_wait_for_a_step_or_to_be_sent_are_counted() -> None:
+    chunk = data(ONE, 0, 1, 2, 3, flags=PREFILL)
+    assert chunk.blob is not None
+    async with serving() as stage:
+        stage.neighbours.deliver(chunk)
+        stage.neighbours.queued_bytes = 5
+        waiting = stage.node.waiting_bytes
+        await stage.thread.settle()
+
+        assert waiting == len(chunk.blob.payload) + 5
+        assert stage.node.waiting_bytes == 5

@@ -76,8 +76,8 @@ function drawFigures(mesh) {
     figures.push([lost, lost === 1 ? "loss survived" : "losses survived"]);
   }
   if (mesh.memory) {
-    const { weights, kv_cache, prefix_cache, kv_room, process } = mesh.memory;
-    figures.push([bytes(weights), `of weights here, ${bytes(process)} in all`]);
+    const { weights, packed_weights, kv_cache, prefix_cache, kv_room, process } = mesh.memory;
+    figures.push([bytes(weights + packed_weights), `of weights here, ${bytes(process)} in all`]);
     figures.push([bytes(kv_cache + prefix_cache), `of ${bytes(kv_room)} KV cache here`]);
   }
   const made = figures.map(([value, name]) => {
