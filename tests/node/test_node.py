@@ -771,3 +771,13 @@ async def test_a_ticket_of_another_process_is_known_by_the_next_query_of_its_gue
     async with asyncio.timeout(PATIENCE_S):
         while made.psk not in a._guests():  # noqa: ASYNC110  # as a guest repeats its query
             await asyncio.sleep(0.01)
+
+
+async def test_a_ticket_of_another_process_admits_at_once(mesh: Mesh) -> None:
+    a = await mesh.start("a")
+    other = StateStore.open(a.store.folder)
+    made = other.invite(a.endpoints.addresses, Role.NODE, lasts_s=None, uses=1)
+
+    b = await mesh.start("b", join=made.encode())
+
+    assert a.store.invitations()[-1].guests == (b.me,)
