@@ -39,6 +39,7 @@ from meshllm.names import Digest, NodeId, short
 from meshllm.node.net.secure import SecureLink
 from meshllm.node.offloop import OffLoop
 from meshllm.node.timer import loop_time
+from meshllm.node.weights.server import receive
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.weights.codec import (
     CHUNK_BYTES,
@@ -46,7 +47,7 @@ from meshllm.protocol.weights.codec import (
     FileRefused,
     FileSize,
     WantFile,
-    decode,
+    WeightMessage,
     encode,
 )
 from meshllm.protocol.weights.holders import name_of
@@ -292,13 +293,11 @@ class WeightFetcher:
             case other:
                 raise PeerFault(f"{type(other).__name__} instead of the next bytes of a file")
 
-    async def _receive(self, link: SecureLink) -> object:
+    async def _receive(self, link: SecureLink) -> WeightMessage:
         try:
-            async with asyncio.timeout(IDLE_S):
-                _, data = await link.receive()
+            return await receive(link, IDLE_S)
         except TimeoutError:
             raise LinkLost(f"The holder sent nothing for {IDLE_S:.0f} s") from None
-        return decode(data)
 
 
 @contextmanager

@@ -53,9 +53,7 @@ class WeightServer:
         links.append(link.peer)
         try:
             while True:
-                async with asyncio.timeout(IDLE_S):
-                    _, data = await link.receive()
-                message = decode(data)
+                message = await receive(link, IDLE_S)
                 if not isinstance(message, WantFile):
                     raise PeerFault(f"{type(message).__name__} instead of a request for weights")
                 await self._answer(link, message)
@@ -85,6 +83,15 @@ class WeightServer:
         if want.model not in self._opened:
             self._opened[want.model] = await make()
         return await self._off_loop(self._opened[want.model].open, want.name)
+
+
+async def receive(link: SecureLink, idle_s: float) -> WeightMessage:
+    """Receive the next message of a known kind within a time, else raise `TimeoutError`."""
+    async with asyncio.timeout(idle_s):
+        while True:
+            _, data = await link.receive()
+            if (message := decode(data)) is not None:
+                return message
 
 
 async def _send(link: SecureLink, message: WeightMessage) -> None:

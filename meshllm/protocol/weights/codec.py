@@ -7,7 +7,8 @@ and its bytes in chunks, or refuses. It asks for the next file when it has this 
                               <-- FileSize(size), FileChunk, FileChunk, ... up to the size
                               <-- or FileRefused(reason)
 
-A message is a kind byte and fields. Each side closes the link on anything else.
+A message is a kind byte and fields; a later version may append fields and kinds, which are ignored.
+Each side closes the link on anything else.
 """
 
 from dataclasses import dataclass
@@ -79,8 +80,12 @@ def encode(message: WeightMessage) -> list[Buffer]:
     assert_never(message)
 
 
-def decode(data: Buffer) -> WeightMessage:
-    """Decode a message; raise `PeerFault` if it is malformed."""
+def decode(data: Buffer) -> WeightMessage | None:
+    """Decode a message; None is one of a kind that a later version has added.
+
+    Raises:
+        PeerFault: it is malformed.
+    """
     kind = data[0] if len(data) else 0
     if kind == _CHUNK:
         if not 1 < len(data) <= CHUNK_BYTES + 1:
@@ -94,7 +99,9 @@ def decode(data: Buffer) -> WeightMessage:
         return FileSize(_size(reader, "bytes of a file"))
     if kind == _REFUSED:
         return FileRefused(reader.text(MAX_REASON_BYTES))
-    raise PeerFault(f"Message about weights of unknown kind {kind}")
+    if kind > _REFUSED:
+        return None
+    raise PeerFault("Message about weights without a kind")
 
 
 def _size(reader: Reader, what: str) -> int:

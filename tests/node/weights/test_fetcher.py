@@ -662,6 +662,21 @@ def test_a_server_refuses_what_is_not_a_request_and_closes_idle_links(
     run(story)
 
 
+def test_a_server_ignores_messages_of_a_later_version(
+    run: Callable[[Story], None], nodes: Nodes
+) -> None:
+    async def story(town: Town) -> None:
+        attic, barn = await nodes.meet(town, "barn")
+        link = await attic.links.dial_weights(barn.me)
+        await link.send([b"\x09 of a later version"])
+        await link.send(encode(WantFile(Digest(bytes(32)), "config", 0)))
+        _, data = await link.receive()
+
+        assert isinstance(decode(data), FileRefused)
+
+    run(story)
+
+
 def test_a_node_has_a_limit_of_links(run: Callable[[Story], None], nodes: Nodes) -> None:
     async def story(town: Town) -> None:
         attic, barn = await nodes.meet(town, "barn")

@@ -42,11 +42,17 @@ def test_a_long_reason_is_cut_between_characters() -> None:
     assert found == FileRefused("é" * (MAX_REASON_BYTES // 2))
 
 
+def test_a_message_of_a_later_version_is_ignored() -> None:
+    assert decode(b"\x05") is None
+    assert decode(b"\xffmore") is None
+    assert decode(on_the_wire(FileSize(7)) + b"more") == FileSize(7)
+
+
 @pytest.mark.parametrize(
     ("data", "error"),
     [
-        (b"", "unknown kind 0"),
-        (b"\x09", "unknown kind 9"),
+        (b"", "without a kind"),
+        (b"\x00", "without a kind"),
         (b"\x01" + bytes(31), "truncated"),
         (on_the_wire(WantFile(MODEL, "x" * 65, 0)), "65 bytes"),
         (on_the_wire(WantFile(MODEL, "x", MAX_FILE_BYTES + 1)), "as offset"),
