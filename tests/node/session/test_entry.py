@@ -25,6 +25,7 @@ from meshllm.protocol.drafting.window import StepTimes
 from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget, Room
 from meshllm.protocol.kv_cache.prefix_index import RESUME_S, PrefixIndex
 from meshllm.protocol.kv_cache.prefix_matching import MIN_SHARED, PrefixCache
+from meshllm.protocol.session.actions import Embed, Emit
 from meshllm.protocol.session.blob import session_key
 from meshllm.protocol.session.messages import (
     Blob,
@@ -184,6 +185,18 @@ async def test_a_generation_yields_progress_tokens_and_its_end(ring: int) -> Non
         assert isinstance(outputs[-1], Ended)
         assert outputs[-1].reason is FinishReason.LENGTH
         assert entry.node.sessions == 0
+
+
+async def test_a_job_is_the_last_action() -> None:
+    async with running() as entry:
+        reading = asyncio.ensure_future(anext(entry.node.generate(order())))
+        await asyncio.sleep(0)
+        (session,) = entry.node._sessions
+
+        with pytest.raises(AssertionError):
+            entry.node._act(session, [Embed(0, 1, (7,)), Emit(7)])
+
+        reading.cancel()
 
 
 async def test_the_tallies_of_all_ranks_are_measured() -> None:
