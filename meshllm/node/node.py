@@ -134,7 +134,7 @@ class MeshNode:
         )
         self.router.trusted = options.trust
         self.router.peers.limits_of = self._limits_of
-        self._is_scheduled = False
+        self._is_scheduled = self._is_refreshing = False
         self._off_loop = off_loop
         self._options, self._own, self._preparation = options, own, preparation
         profile = Profile(
@@ -404,8 +404,16 @@ class MeshNode:
 
     def _guests(self) -> Iterator[bytes]:
         """Return the keys of the known tickets; others are known by the next query of a guest."""
-        self.life.spawn(self._gate.refresh)
+        if not self._is_refreshing:
+            self._is_refreshing = True
+            self.life.spawn(self._refresh_tickets)
         return self._gate.guests()
+
+    async def _refresh_tickets(self) -> None:
+        try:
+            await self._gate.refresh()
+        finally:
+            self._is_refreshing = False
 
     def _plan_reason(self) -> str:
         return self.service.first.reason()

@@ -8,13 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import llvmlite
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 
-import meshllm
 from meshllm.model import json_cache
 from meshllm.model import timing as module
 from meshllm.model.device import CPU
@@ -194,9 +191,9 @@ def test_other_kernels_and_processors_are_measured_again(
     monkeypatch.setattr(module, "_head_seconds", lambda *_: 0.125)
     assert measure_speed(source, torch.float32, tmp_path) == KNOWN
 
-    for library in (meshllm, torch, transformers, llvmlite):
+    for library in ("meshllm", "torch", "transformers", "llvmlite"):
         with monkeypatch.context() as patch:
-            patch.setattr(library, "__version__", "99.0")
+            patch.setattr(getattr(module, library), "__version__", "99.0")
             assert measure_speed(source, torch.float32, tmp_path).head_s == 0.125
     with monkeypatch.context() as patch:
         patch.setattr(torch, "get_num_threads", lambda: 99)

@@ -17,10 +17,10 @@ from meshllm.cli.shared.local import import_heavy
 from meshllm.cli.shared.options import Json, settings, takes
 from meshllm.cli.terminal import render
 from meshllm.config import Scalar, Settings
-from meshllm.errors import ModelError, UserError
+from meshllm.errors import MeshError, ModelError, UserError
 from meshllm.local_files import stat_all
 from meshllm.model.locate import fetched
-from meshllm.names import Span, counted
+from meshllm.names import Quant, Span, counted
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +76,7 @@ def show(model: Model, as_json: Json = False, **flags: Scalar) -> None:
         import torch
 
         from meshllm.model.capacity import shape_of
-        from meshllm.model.device import choose, refused_gpu
+        from meshllm.model.device import CPU, choose, refused_gpu
         from meshllm.model.files.loader import list_weights
         from meshllm.model.files.source import resolve
         from meshllm.model.shape import free_memory
@@ -87,9 +87,13 @@ def show(model: Model, as_json: Json = False, **flags: Scalar) -> None:
         shape = shape_of(source, _dtype(chosen))
         free = free_memory()
         dtype: torch.dtype = getattr(torch, shape.dtype)
-        device = choose(chosen.device, dtype)
-        refusal = refused_gpu(chosen.device, dtype)
-        execution = forecast(source.config, dtype, device).instead_of_gpu(refusal)
+        quant = Quant(chosen.quant)
+        try:
+            device = choose(chosen.device, dtype, quant)
+            refusal = refused_gpu(chosen.device, dtype, quant)
+        except MeshError as error:  # the sizes are known all the same
+            device, refusal = CPU, str(error)
+        execution = forecast(source.config, dtype, device, quant).instead_of_gpu(refusal)
     fitting = _fitting(shape, free)
     if as_json:
         tokens = min(CONTEXT, shape.context)

@@ -153,7 +153,7 @@ class Replay:
             threads = torch.get_num_threads()
             state.compiled = CompiledStep(tracer.end(output), x, threads, self._scores)
         except Exception as reason:  # `NotReplayable`, or an operation that is not supported
-            self._disable(state, x, f"{reason}")
+            self._disable(state, x, str(reason).strip() or type(reason).__name__)
         return output
 
     def _check(

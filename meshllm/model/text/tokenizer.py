@@ -261,12 +261,12 @@ class Text:
             with self._lock:
                 self._overdue += [(exceeded.thread, length)] if exceeded.thread else []
             raise ModelError(f"The model's {part} did not end within {PROMPT_S:g} s") from None
-        except MeshError:
+        except (MeshError, KeyboardInterrupt):
             raise
         except BaseException as error:  # foreign code in a thread of its own, panics of Rust too
             logger.exception("the model's %s failed", part)
-            why = f"{type(error).__name__}: {error}"
-            raise ModelError(f"The model's {part} failed: {why}") from error
+            # Its text may name folders of this node, and the asker may be another one.
+            raise ModelError(f"The model's {part} failed: {type(error).__name__}") from error
 
     def _token_of(self, marker: str) -> int | None:
         """Return the id of a marker that is one token."""

@@ -91,7 +91,7 @@ class RecordKeeper:
         Raises:
             UserError: the folder cannot be written.
 
-        If cancelled, they are saved all the same.
+        If cancelled, they may be saved all the same.
         """
         records = self._take()
         await self._off_loop(self._write, next(self._taken), records)

@@ -90,6 +90,7 @@ class StateStore:
         self.key = key
         self._held: _Held = None, content  # one attribute, so that threads replace it atomically
         self._holding = Lock()
+        self._changing = Lock()  # threads share a draft, and not every file system has locks
 
     @classmethod
     def open(cls, folder: Path) -> Self:
@@ -266,7 +267,7 @@ class StateStore:
         """
         path = self.folder / FILE
         try:
-            with self._open_lock("mesh.lock") as file:
+            with self._changing, self._open_lock("mesh.lock") as file:
                 with suppress(OSError):  # the file system has no locks
                     fcntl.flock(file, fcntl.LOCK_EX)
                 before = _read(path)

@@ -64,7 +64,10 @@ class AdmissionPolicy(Protocol):
         ...
 
     def guests(self) -> Iterable[bytes]:
-        """Yield the pre-shared keys of the open tickets; see `handshake.Listener`."""
+        """Yield the pre-shared keys of the tickets that are open when they are asked for.
+
+        See `handshake.Listener`; `refresh` comes before the first one is taken.
+        """
         ...
 
     async def judge(
@@ -226,10 +229,8 @@ async def secure_accept(link: Link, own: Own, admission: AdmissionPolicy) -> Sec
         own, _fresh(), admission.guests(), now_s=time.time(), removals=admission.removals
     )
     async with _handshake(link):
-        first = await _first(link, listener, admission)
+        channel, message = await _first(link, listener, admission)
         while True:
-            channel, message = first or await link.receive()
-            first = None
             if channel is not Channel.CONTROL:
                 raise _early(message)
             try:
@@ -246,18 +247,19 @@ async def secure_accept(link: Link, own: Own, admission: AdmissionPolicy) -> Sec
                         return await _judge(link, listener, action, admission)
                     case _:
                         assert_never(action)
+            channel, message = await link.receive()
 
 
 async def _first(
     link: Link, listener: HandshakeListener, admission: AdmissionPolicy
-) -> tuple[Channel, Buffer] | None:
+) -> tuple[Channel, Buffer]:
     """Wait for the first message; unless it is of a member, the open tickets are needed next."""
     try:
         async with asyncio.timeout(FIRST_S):
             channel, message = await link.receive()
     except TimeoutError:
         raise LinkLost(f"The peer said nothing for {FIRST_S} s") from None
-    if not listener.is_of_member(bytes(message)):
+    if channel is Channel.CONTROL and not listener.is_of_member(bytes(message)):
         await admission.refresh()
     return channel, message
 

@@ -86,7 +86,6 @@ IDLE_S = MAX_PENDING * MOST_PATIENCE_S  # longer than an entry waits, be it a re
 MAX_RECOMPUTE_ROWS = 7 * MAX_STEP_ROWS  # of decode steps, after a loss; a few ms of a layer
 MAX_CLOSED = 1024  # closed sessions remembered; Data is late by seconds, not by a thousand answers
 
-_HELP = (Flags.NEED_ROW | Flags.HELP, Flags.NEED_ROW | Flags.HELP | Flags.SETTLED)
 _NO_LAYERS = Span(0, 0)
 _EMPTY_TALLY = Tally(Spent(0, 0, 0), 0, 0, 0)
 
@@ -542,7 +541,8 @@ def _contains(outer: Span, inner: Span) -> bool:
 
 
 def _asks_for_help(data: Data) -> bool:
-    return data.rows == 1 and data.flags in _HELP
+    flags = data.flags
+    return data.rows == 1 and Flags.HELP in flags and Flags.NEED_ROW in flags and data.is_decoded
 
 
 def _violation(data: Data) -> str:

@@ -7,8 +7,8 @@ and its bytes in chunks, or refuses. It asks for the next file when it has this 
                               <-- FileSize(size), FileChunk, FileChunk, ... up to the size
                               <-- or FileRefused(reason)
 
-A message is a kind byte and fields; a later version may append fields and kinds, which are ignored.
-Each side closes the link on anything else.
+A message is a kind byte and fields; a later version may append fields, except to FileChunk, and
+kinds, which are ignored. Each side closes the link on anything else.
 """
 
 from dataclasses import dataclass

@@ -44,7 +44,7 @@ def test_show_tells_how_a_gpu_would_run_it(
     meshllm: Invoke, monkeypatch: pytest.MonkeyPatch, lacking: str | None
 ) -> None:
     gpu = torch.device("cuda", 0)
-    monkeypatch.setattr("meshllm.model.device.choose", lambda wanted, _: {"auto": gpu}[wanted])
+    monkeypatch.setattr("meshllm.model.device.choose", lambda wanted, *_: {"auto": gpu}[wanted])
     monkeypatch.setattr("meshllm.model.steps.execution.missing_for_cuda_graphs", lambda: lacking)
 
     text = meshllm("model", "show", "builtin").stdout
@@ -54,6 +54,19 @@ def test_show_tells_how_a_gpu_would_run_it(
     assert f"\nGPU engine    {engine if lacking else 'CUDA graph; attention: own'}\n" in text
     assert here["device"] == "cuda:0"
     assert here["execution"]["is_fallback"] is (lacking is not None)
+
+
+def test_show_tells_the_sizes_although_a_device_is_missing(
+    meshllm: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MESHLLM_DEVICE", "cuda:99")
+    monkeypatch.setenv("MESHLLM_QUANT", "int8")
+
+    result = meshllm("model", "show", "builtin")
+
+    assert result.exit_code == 0
+    assert "quantised" in result.stdout.partition("CPU engine")[2]
+    assert "cuda:99" in result.stdout.partition("CPU engine")[2]
 
 
 def test_show_counts_the_layers_that_fit(meshllm: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:

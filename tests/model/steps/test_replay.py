@@ -500,6 +500,28 @@ def test_overlapping_tensors_stay_with_torch(tmp_path: Path) -> None:
     check_replay(runner)
 
 
+def raising(error: Exception) -> Callable[..., Any]:
+    def call(*_: object) -> None:
+        raise error
+
+    return call
+
+
+def test_a_trace_that_fails_without_a_text_is_not_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = runner_of(tmp_path)
+    cache = filled(runner, 6)
+    steps_of(runner).replay = Replay()
+    monkeypatch.setattr(replay, "CompiledStep", raising(NotImplementedError()))
+
+    for seed in range(4):
+        runner.step(ids(1, seed), cache)
+
+    assert steps_of(runner).replay.unfit == {1: "NotImplementedError"}
+    assert [each.tries for each in steps_of(runner).replay._states.values()] == [1]
+
+
 def test_a_failed_trace_loses_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = runner_of(tmp_path)
     cache, other = filled(runner, 6), filled(runner, 6)

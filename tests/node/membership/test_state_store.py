@@ -242,6 +242,21 @@ def test_a_file_system_needs_no_locks(monkeypatch: pytest.MonkeyPatch, store: St
     assert again(store).credential == founded
 
 
+def test_threads_lose_no_ticket_without_locks(
+    monkeypatch: pytest.MonkeyPatch, store: StateStore
+) -> None:
+    store.found()
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+
+    with ThreadPoolExecutor(8) as threads:
+        made = [
+            threads.submit(store.invite, [], Role.NODE, lasts_s=None, uses=1) for _ in range(40)
+        ]
+
+    kept = {each.secret for each in again(store).invitations()}
+    assert {each.result().secret for each in made} == kept
+
+
 def test_a_new_folder_has_no_mesh(store: StateStore) -> None:
     assert (store.credential, store.mesh) == (None, None)
 

@@ -230,8 +230,9 @@ ASKS = Flags.NEED_ROW | Flags.HELP
         (2, Flags.NEED_ROW, None),
         (2, Flags.HELP, None),
         (2, ASKS | Flags.PREFILL, None),
+        (2, ASKS | Flags.SETTLED | Flags(1 << 6), 7),
     ],
-    ids=["asked", "not the last rank", "not asked", "for no row", "for a prompt"],
+    ids=["asked", "not the last rank", "not asked", "for no row", "for a prompt", "later version"],
 )
 def test_the_last_rank_sends_logits_only_on_request(
     rank: int, flags: Flags, helps: int | None
