@@ -76,7 +76,8 @@ class ActivationEncoder:
 
     def packs(self, size: int, compute_us: int, *, is_step: bool) -> bool:
         """Record the compute time of rows; return whether their ``size`` bytes are packed."""
-        self._compression.note(compute_us, size, self._rate, is_step=is_step)
+        rate = None if is_step else self._rate  # of no use for a step, and many calls
+        self._compression.note(compute_us, size, rate, is_step=is_step)
         return self._compression.packs(size) and self._supports(Features.PACKED)
 
     @property

@@ -44,6 +44,28 @@ def test_rows_are_sealed_in_the_chosen_mode(mode: WireMode, dtype: DType) -> Non
     assert encoder.seal(torch.ones(1, 2, 64).bfloat16(), 5, is_step=True).dtype is dtype
 
 
+class Counted(Known):
+    """A link that counts how often its rate is read."""
+
+    reads = 0
+
+    def __getattribute__(self, name: str) -> object:
+        if name == "bytes_per_s":
+            Counted.reads += 1
+        return super().__getattribute__(name)
+
+
+def test_a_step_does_not_read_the_rate_of_the_link() -> None:
+    encoder = ActivationEncoder(WireMode.EXACT, Counted()).for_session(session(1))
+    before = Counted.reads
+
+    encoder.seal(torch.ones(1, 1, 64).bfloat16(), 5, is_step=True)
+    assert Counted.reads == before
+
+    encoder.seal(torch.ones(1, 2, 64).bfloat16(), 5, is_step=False)
+    assert Counted.reads > before
+
+
 def sent_as(encoder: ActivationEncoder, rows: int, *, is_step: bool = False) -> DType:
     return (
         encoder.for_session(session(1))
