@@ -348,8 +348,8 @@ class MemoryStatus:
     """Memory use of the node's process, in bytes.
 
     All but `process`, `unread_weights` and `kv_room` are parts, which together take `process` and
-    `unread_weights`: `other` is the rest. Caches count as reserved, so that the parts may be more
-    while sessions begin. Weights and caches on a GPU are not in the memory of the process.
+    `unread_weights`: `other` is the rest. Caches count as reserved and a draft model as a whole, so
+    that the parts may be more. Weights and caches on a GPU are not in the memory of the process.
     """
 
     process: int = 0

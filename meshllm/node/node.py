@@ -403,17 +403,23 @@ class MeshNode:
             self.service.records_changed()
 
     def _guests(self) -> Iterator[bytes]:
-        """Return the keys of the known tickets; others are known by the next query of a guest."""
+        """Return the keys of the known tickets; others are known by the next query of a guest.
+
+        Nothing is read once the node ends.
+        """
         if not self._is_refreshing:
             self._is_refreshing = True
-            self.life.spawn(self._refresh_tickets)
+            self.life.call_later(0, self._refresh_tickets)
         return self._gate.guests()
 
-    async def _refresh_tickets(self) -> None:
-        try:
-            await self._gate.refresh()
-        finally:
-            self._is_refreshing = False
+    def _refresh_tickets(self) -> None:
+        async def refresh() -> None:
+            try:
+                await self._gate.refresh()
+            finally:
+                self._is_refreshing = False
+
+        self.life.spawn(refresh)
 
     def _plan_reason(self) -> str:
         return self.service.first.reason()

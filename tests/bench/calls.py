@@ -1,10 +1,9 @@
 """Python calls per token: ``python -m tests.bench.calls [--nodes 2] [--top 30]``.
 
-Between two steps the caches of a core hold weights, so that each Python function that runs then
-costs about a microsecond or two, more than in a loop. The number of calls does not depend on the
-load of the machine. A ring of a tiny model in this process, with a compute thread for each rank and
-WebSocket links without encryption, generates an answer without drafts; functions of compiled
-extensions are not counted.
+Between two steps the caches of a core hold weights, so that Python runs slower there than in a
+loop. The number of calls does not depend on the load of the machine. A ring of a tiny model in this
+process, with a compute thread for each rank and WebSocket links without encryption, generates an
+answer without drafts; functions of compiled extensions are not counted.
 """
 
 import asyncio

@@ -106,7 +106,8 @@ def show(model: Model, as_json: Json = False, **flags: Scalar) -> None:
         }
         render.dump({**asdict(shape), "folder": str(source.folder), "here": here})
         return
-    render.out(_facts(shape, free, fitting, (device.type, str(execution))))
+    engine = f"{'CPU' if device == CPU else 'GPU'} engine", str(execution)
+    render.out(_facts(shape, free, fitting, engine))
 
 
 @app.command()
@@ -311,6 +312,6 @@ def _facts(shape: "ModelShape", free: int, fitting: int, engine: tuple[str, str]
         ("context", f"{shape.context} tokens"),
         ("hidden state", f"{render.bytes_of(shape.hidden_size * shape.itemsize)} per hop"),
         ("fits here", f"{whole} layers in {render.bytes_of(free)} of free memory"),
-        (f"{'CPU' if engine[0] == 'cpu' else 'GPU'} engine", engine[1]),
+        engine,
     ]
     return render.table((shape.name, ""), rows)

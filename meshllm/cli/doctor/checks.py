@@ -21,7 +21,7 @@ from meshllm.cli.ring.status import MAX_SKEW_S, clean, ms, skewed_clocks
 from meshllm.cli.shared.client import socket_path, start_command
 from meshllm.cli.shared.units import listed
 from meshllm.cli.terminal.render import bytes_of
-from meshllm.config import Settings, cache_path, change, state_path
+from meshllm.config import TRANSPORTS, Settings, cache_path, change, state_path
 from meshllm.errors import LinkLost, MeshError, ModelError
 from meshllm.local_files import stat_all
 from meshllm.model import device
@@ -44,12 +44,15 @@ LOW_MEMORY_BYTES = 1 << 30  # with less free memory no useful span fits
 def examine(
     chosen: Settings, status: MeshStatus | MeshError, transports: Sequence[str]
 ) -> Iterator[Finding]:
-    """Run every check; ``status`` is the node's report, or why there is none."""
+    """Run every check; ``status`` is the node's report, or why there is none.
+
+    ``transports`` are those that are named; without any, a node takes the default ones.
+    """
     yield from check_state(state_path(chosen))
     yield check_clock(state_path(chosen), time.time())
     if isinstance(status, MeshError):
         yield check_no_node(socket_path(chosen), status)
-        yield from check_ports(transports, listed(chosen.listen) or ())
+        yield from check_ports(transports or TRANSPORTS, listed(chosen.listen) or ())
     else:
         report = clean(status)
         yield check_node(socket_path(chosen), report)
@@ -282,8 +285,12 @@ def check_execution(chosen: Settings) -> Finding:
     return Finding(verdict, "execution", "; ".join((str(found), *limits)))
 
 
-def check_transports(chosen: Sequence[str], registry: Registry) -> Iterator[Finding]:
-    """Load the selected transports and list the others."""
+def check_transports(named: Sequence[str], registry: Registry) -> Iterator[Finding]:
+    """Load the selected transports and list the others.
+
+    If none is ``named``, a node starts without a default one that is broken.
+    """
+    chosen, broken = named or TRANSPORTS, list[MeshError]()
     for offer in registry.describe():
         if offer.name not in chosen:
             yield Finding("ok", "transport", f"{offer.name} {offer.version} is installed")
@@ -291,9 +298,12 @@ def check_transports(chosen: Sequence[str], registry: Registry) -> Iterator[Find
         try:
             registry.load(name)
         except MeshError as error:
-            yield Finding("fail", "transport", str(error), error.hint or "")
+            broken.append(error)
         else:
             yield Finding("ok", "transport", f"{name} is selected and loads")
+    verdict: Verdict = "fail" if named or len(broken) == len(chosen) else "warn"
+    for each in broken:
+        yield Finding(verdict, "transport", str(each), each.hint or "")
 
 
 def _fastest(width: int, dtype: torch.dtype) -> int:

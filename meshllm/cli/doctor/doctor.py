@@ -11,7 +11,7 @@ from meshllm.cli.node.node import Transports, transports_of
 from meshllm.cli.shared.local import import_heavy
 from meshllm.cli.shared.options import Json, takes
 from meshllm.cli.terminal import render
-from meshllm.config import TRANSPORTS, Scalar, Settings, load
+from meshllm.config import Scalar, Settings, load
 from meshllm.errors import MeshError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def doctor(transport: Transports = None, as_json: Json = False, **flags: Scalar)
         from meshllm.cli.doctor import checks
 
         status.show("querying the node")
-        transports = transports_of(config) or TRANSPORTS
+        transports = transports_of(config)
         findings = list(checks.examine(chosen, _mesh_status(chosen), transports))
     failed = sum(each.verdict == "fail" for each in findings)
     if as_json:

@@ -302,7 +302,7 @@ class SpanCache(DynamicCache):  # type: ignore[misc]  # transformers is not foll
             self.layers = self._within_span(DynamicCache(config=self._config).layers)
             self.length = 0
             return
-        # Each step crops to the length at hand: that must not look at every layer several times.
+        # Each step crops to the present length; `floor` would look at every layer again.
         if length != self.length and not self.floor <= length <= self.length:
             raise ModelError(
                 f"Cannot crop a cache of {self.length} tokens to {length}:"

@@ -101,7 +101,7 @@ def prepare(transports: Sequence[Transport], key: NodeKey, relays: Sequence[str]
             names = ", ".join(f"`{transport.name}`" for transport in transports)
             raise UserError(
                 f"Relay `{relay}` cannot be used: {names} does not support relays",
-                hint="leave out `--transport`, or write `--transport websocket,quic`",
+                hint="write `--transport websocket,quic`: QUIC does",
             )
         for transport in takers:
             transport.add_relay(relay)

@@ -27,16 +27,18 @@ def measure(
 ) -> MemoryStatus:
     """Return the memory of all ranks of this node, and of what is ``loaded`` before it has one.
 
-    ``unread`` bytes of the weights are not in memory. KV caches that other nodes hand over, and
-    ``requests`` in progress, are counted elsewhere.
+    ``unread`` bytes of the weights were not in memory, a moment ago. KV caches that other nodes
+    hand over, and ``requests`` in progress, are counted elsewhere.
     """
     runners = {*(runner for rank in ranks for runner in rank.runners), *loaded}
     drafting = [each.drafting for each in ranks]
     texts = sum(each.bytes for each in drafting if isinstance(each, SuffixDrafting))
+    weights, packed = _weights(runners), _packed(runners)
+    unread = min(unread, weights + packed)  # some may have been unloaded since
     status = MemoryStatus(
         process_memory(),
-        weights=_weights(runners),
-        packed_weights=_packed(runners),
+        weights=weights,
+        packed_weights=packed,
         unread_weights=unread,
         kv_cache=sum(each.budget.live_bytes for each in ranks),
         prefix_cache=sum(each.budget.kept_bytes for each in ranks),

@@ -11,7 +11,7 @@ import torch
 from meshllm.cli.doctor import checks
 from meshllm.cli.doctor.finding import Finding
 from meshllm.config import Settings
-from meshllm.errors import LinkLost, PeerFault
+from meshllm.errors import LinkLost, PeerFault, PluginError
 from meshllm.model import device
 from meshllm.model.locate import find_folder
 from meshllm.model.parity.verdict import known_verdicts
@@ -416,3 +416,25 @@ def test_the_chosen_transport_is_loaded() -> None:
 
     assert (good.verdict, bad.verdict) == ("ok", "fail")
     assert bad.advice
+
+
+@pytest.mark.parametrize(
+    ("broken", "verdict"), [({"quic"}, "warn"), ({"quic", "websocket"}, "fail")]
+)
+def test_a_broken_default_transport_is_a_failure_only_if_none_loads(
+    monkeypatch: pytest.MonkeyPatch, broken: set[str], verdict: str
+) -> None:
+    installed = Registry.discover()
+    load = installed.load
+
+    def loaded(name: str) -> object:
+        if name in broken:
+            raise PluginError(f"Broken transport `{name}`")
+        return load(name)
+
+    monkeypatch.setattr(installed, "load", loaded)
+
+    found = [each.verdict for each in checks.check_transports((), installed)]
+
+    assert found[-1] == verdict
+    assert found.count(verdict) == len(broken)

@@ -150,7 +150,7 @@ def test_a_relay_without_a_transport_is_refused() -> None:
     with pytest.raises(UserError, match="`plain` does not support relays") as raised:
         prepare((Plain(),), KEY, ("clever:relay",))
 
-    assert raised.value.hint == "leave out `--transport`, or write `--transport websocket,quic`"
+    assert raised.value.hint == "write `--transport websocket,quic`: QUIC does"
 
 
 def shares(*addresses: str) -> dict[str, str | None]:
