@@ -7,30 +7,30 @@ blocks and reorders them on the fly, for every token; a copy that is packed once
 copy takes as much memory as the weights; their own pages are mapped from the file, are not read
 again, and are reclaimed when memory is short.
 
-Whether that is faster, and gives the same bits, depends on the CPU and the shape. So one matrix of
-each shape is tried on load, and either all matrices of that shape are replaced or none.
+Whether that is faster, and gives the same bits, depends on the CPU and the shape. So a probe of
+each shape is tried once per process, and either all matrices of that shape are replaced or none.
 """
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from meshllm.model.modules.linear_bf16 import has_native
-from meshllm.model.modules.probe import MOST_ROWS, probe_matrix
+from meshllm.model.modules.probe import MOST_ROWS, probe_matrix, probe_outputs
 from meshllm.model.pauses import pause
 
 SMALLEST = 1 << 18  # values; a smaller matrix fits in the CPU cache anyway
-LARGEST = 1 << 26  # values; a larger matrix is tried itself: it has enough outputs to differ
 ROWS = (1, 2, 5, 8, 17, MOST_ROWS)
 """Numbers of rows to compare: of a token, a draft and a prompt, even and odd."""
 GAIN = 0.9  # of the time; a smaller gain is not worth the memory of a copy
+CLEAR_GAIN = 0.5  # of the time; one trial shows it
 TRIALS = 5
 
 Apply = Callable[[Tensor], Tensor]
-_Kind = tuple[int, int, torch.dtype, bool]
 
 
 class PackedLinear(nn.Linear):
@@ -64,16 +64,25 @@ def replace_linears(model: nn.Module, skip: Collection[str] = (), *, exact: bool
 
     Unless steps are to be ``exact``, those that have a compiled form are left to it.
     """
-    gains: dict[_Kind, bool] = {}
     for name, plain in list(_candidates(model)):
         if any(f"{name}.".startswith(f"{outer}.") for outer in skip):
             continue
         pause()
-        kind = *plain.weight.shape, plain.weight.dtype, plain.bias is not None
-        if kind not in gains:
-            gains[kind] = (exact or not has_native(plain)) and _gains(plain)
-        if gains[kind]:
+        outputs, inputs = plain.weight.shape
+        kind = probe_outputs(outputs, inputs), inputs, plain.weight.dtype, plain.bias is not None
+        if (exact or not has_native(plain)) and _gains(*kind, torch.get_num_threads()):
             model.set_submodule(name, PackedLinear(plain))
+
+
+def pack_alike(probe: nn.Linear, x: Tensor) -> PackedLinear | None:
+    """Return a packed copy if it multiplies rows [M, K] with the same bits; None without one."""
+    if probe.weight.dtype.itemsize != 2:  # another library multiplies float32, with other bits
+        return None
+    try:
+        packed = PackedLinear(probe)
+        return packed if same_bits(probe, packed, x) else None
+    except (RuntimeError, AttributeError):  # this CPU, or this build of torch, has no kernel
+        return None
 
 
 @torch.inference_mode()
@@ -85,24 +94,22 @@ def same_bits(one: Apply, other: Apply, x: Tensor) -> bool:
 
 def is_faster(one: Apply, other: Apply, x: Tensor) -> bool:
     """Whether the second of two modules takes at most `GAIN` of the time of the first."""
-    times = [(_seconds(one, x), _seconds(other, x)) for _ in range(TRIALS)]
-    return min(mine for _, mine in times) <= GAIN * min(theirs for theirs, _ in times)
+    theirs, mine = _seconds(one, x), _seconds(other, x)
+    if mine <= CLEAR_GAIN * theirs:
+        return True
+    times = [(_seconds(one, x), _seconds(other, x)) for _ in range(1, TRIALS)]
+    return min(mine, *(each for _, each in times)) <= GAIN * min(
+        theirs, *(each for each, _ in times)
+    )
 
 
-def _gains(plain: nn.Linear) -> bool:
+@cache
+def _gains(outputs: int, inputs: int, dtype: torch.dtype, has_bias: bool, _threads: int) -> bool:
     """Whether packed copies of this shape give the same bits, faster."""
-    sample, x = probe_matrix(plain) if plain.weight.numel() <= LARGEST else _own_sample(plain)
-    try:
-        packed = PackedLinear(sample)
-        return same_bits(sample, packed, x) and is_faster(sample, packed, x[:1])
-    except (RuntimeError, AttributeError):  # this CPU, or this build of torch, has no kernel
-        return False
-
-
-def _own_sample(plain: nn.Linear) -> tuple[nn.Linear, Tensor]:
-    """Return the matrix itself and a few rows [M, K], as many as an LM head computes."""
-    generator = torch.Generator().manual_seed(0)
-    return plain, torch.randn(8, plain.in_features, generator=generator).to(plain.weight.dtype)
+    like = nn.Linear(inputs, outputs, has_bias, device="meta", dtype=dtype)
+    sample, x = probe_matrix(like)
+    packed = pack_alike(sample, x)
+    return packed is not None and is_faster(sample, packed, x[:1])
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:

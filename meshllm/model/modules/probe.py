@@ -6,6 +6,17 @@ from torch import Tensor, nn
 MOST_ROWS = 64
 """Rows of a probe."""
 
+_VALUES = 1 << 23  # of a probe of many inputs; torch's plain kernels may take a second for 2^26
+_OUTPUTS = 512  # of a probe, at least, for each thread
+
+
+def probe_outputs(outputs: int, inputs: int) -> int:
+    """Return how many of a matrix's outputs a probe has: the order of summation depends on both.
+
+    Several threads may share out the inputs of few outputs.
+    """
+    return min(outputs, max(_OUTPUTS * torch.get_num_threads(), _VALUES // max(1, inputs)))
+
 
 def probe_matrix(like: nn.Linear) -> tuple[nn.Linear, Tensor]:
     """Draw a matrix and rows [M, K] whose products cancel: what is left is the rounding error.

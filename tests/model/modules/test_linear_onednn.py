@@ -1,5 +1,6 @@
 """Which matrices are packed, and that packing changes no bit; speed is not tested."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,16 +9,20 @@ from torch import nn
 
 from meshllm.model.modules import linear_onednn as module
 from meshllm.model.modules.linear_onednn import PackedLinear, replace_linears, same_bits
-from meshllm.model.modules.probe import probe_matrix
+from meshllm.model.modules.probe import probe_matrix, probe_outputs
 from meshllm.model.steps.load import load_shard
 from meshllm.names import Span
 from meshllm.testing.models import stock_model, tiny_model
 
 
 @pytest.fixture(autouse=True)
-def _copies_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disable the compiled modules, which take precedence."""
+def _copies_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Disable the compiled modules, which take precedence, and remember no trial."""
     monkeypatch.setattr(module, "has_native", lambda _: False)
+    tried = module._gains
+    tried.cache_clear()
+    yield
+    tried.cache_clear()
 
 
 def linear(outputs: int = 512, inputs: int = 512, *, bias: bool = False) -> nn.Linear:
@@ -125,7 +130,7 @@ def test_a_module_with_a_hook_is_not_replaced() -> None:
 def test_small_float32_and_meta_matrices_are_not_replaced(
     other: nn.Linear, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_gains", lambda _: True)
+    monkeypatch.setattr(module, "_gains", lambda *_: True)
     model = nn.Sequential(other)
 
     replace_linears(model)
@@ -146,20 +151,37 @@ def test_other_bits_or_no_speedup_leave_the_plain_module(
     assert type(model[0]) is nn.Linear
 
 
-def test_a_matrix_too_large_for_a_probe_is_tried_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[nn.Linear] = []
-    monkeypatch.setattr(module, "LARGEST", 0)
+def test_a_shape_is_tried_once_by_a_probe_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[torch.Size] = []
 
     def refuse(plain: nn.Linear) -> None:
-        tried.append(plain)
+        tried.append(plain.weight.shape)
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr(module, "PackedLinear", refuse)
-    plain = linear()
+    large = nn.Linear(1 << 14, 1 << 11, bias=False, dtype=torch.bfloat16)
 
-    replace_linears(nn.Sequential(plain))
+    for _ in range(2):
+        replace_linears(nn.Sequential(large, large, linear()))
 
-    assert tried == [plain]
+    probed = probe_outputs(1 << 11, 1 << 14)
+    assert tried == [(probed, 1 << 14), (512, 512)]
+    assert 512 * torch.get_num_threads() <= probed < 1 << 11
+
+
+@pytest.mark.parametrize(
+    ("seconds", "calls", "is_faster"),
+    [([1.0, 0.5], 2, True), ([1.0, 0.8] * 5, 10, True), ([1.0, 0.95] * 5, 10, False)],
+)
+def test_a_clear_gain_needs_one_trial(
+    seconds: list[float], calls: int, is_faster: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = list(seconds)
+    monkeypatch.setattr(module, "_seconds", lambda *_: times.pop(0))
+    plain, x = linear(), torch.ones(1, 512, dtype=torch.bfloat16)
+
+    assert module.is_faster(plain, plain, x) is is_faster
+    assert len(seconds) - len(times) == calls
 
 
 def test_a_cpu_without_the_kernel_keeps_the_plain_module(

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from meshllm.model.modules import linear_bf16
+from meshllm.model.modules import linear_bf16, linear_onednn
 from meshllm.model.modules import linear_padded as module
 from meshllm.model.modules.kernel_choice import LinearKernel
 from meshllm.model.modules.linear_bf16 import CompiledLinear
-from meshllm.model.modules.linear_onednn import PackedLinear, replace_linears
+from meshllm.model.modules.linear_onednn import PackedLinear, pack_alike, replace_linears
 from meshllm.model.modules.linear_padded import (
     PaddedLinear,
     find_min_rows,
@@ -68,6 +68,27 @@ def test_a_row_variant_matrix_is_padded(monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.equal(model(x), before)
     for rows in COUNTS:
         assert torch.equal(model(x[:, :rows]), before[:, :rows])
+
+
+def test_a_packed_copy_with_the_same_bits_is_tried_instead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = nn.Linear(2048, 512, bias=False, dtype=torch.bfloat16)
+    probe, x = probe_matrix(plain)
+    if pack_alike(probe, x) is None:
+        pytest.skip("no such copy on this CPU")
+    monkeypatch.setattr(linear_bf16, "choose_kernel", lambda _: LinearKernel.TORCH)
+    rows = list[int]()
+    stock = functional.linear
+
+    def linear(x: torch.Tensor, *how: Any) -> torch.Tensor:
+        rows.append(x.shape[-2])
+        return stock(x, *how)
+
+    monkeypatch.setattr(functional, "linear", linear)
+
+    assert find_min_rows(nn.Sequential(plain), torch.bfloat16, COUNTS) is not None
+    assert sorted(rows) == sorted(linear_onednn.ROWS)  # to compare bits only
 
 
 def test_no_minimum_is_found_if_padding_does_not_help(monkeypatch: pytest.MonkeyPatch) -> None:
