@@ -321,16 +321,26 @@ def _random_shard(
     quant: Quant = Quant.NONE,
     device: torch.device = CPU,
 ) -> Shard:
-    """Fill a part of a model on meta with random weights, in the layout of loaded ones."""
+    """Fill a part of a model on meta with random weights, in the layout of loaded ones.
+
+    Matrices that no CPU cache holds share their memory: each is read from memory all the same.
+    """
     strip(skeleton, part)
     model = skeleton.model
     tile = torch.randn(_TILE, generator=torch.Generator().manual_seed(0)) / 50
-    for name, parameter in list(model.named_parameters()):
-        if name in model.all_tied_weights_keys:
-            continue
+    own = [each for each in model.named_parameters() if each[0] not in model.all_tied_weights_keys]
+    large = dict[torch.dtype, Tensor]()
+    for name, parameter in sorted(own, key=lambda each: -each[1].nbytes):  # the largest is first
         owner, _, leaf = name.rpartition(".")
-        values = tile.to(device, parameter.dtype)
-        setattr(model.get_submodule(owner), leaf, _tiled(parameter, values))
+        dtype, is_large = parameter.dtype, parameter.nbytes >= _COLD_BYTES
+        value = large.get(dtype) if is_large else None
+        if value is None:
+            value = _tiled(parameter.numel(), tile.to(device, dtype))
+        if is_large:
+            large[dtype] = value
+        filled = nn.Parameter(value[: parameter.numel()].view(parameter.shape), requires_grad=False)
+        filled._is_hf_initialized = True  # type: ignore[attr-defined]  # else drawn again
+        setattr(model.get_submodule(owner), leaf, filled)
     with quiet(), lean():  # the stock model makes the buffers, as on load
         buffers = set(model.state_dict()) - set(
             dict(model.named_parameters(remove_duplicate=False))
@@ -344,21 +354,17 @@ def _random_shard(
     return Shard(skeleton, part, device, quant)
 
 
-def _tiled(like: Tensor, tile: Tensor) -> nn.Parameter:
+def _tiled(count: int, tile: Tensor) -> Tensor:
     """Repeat a few random values, which is faster than drawing all, in pages like loaded ones."""
-    shape, dtype = like.shape, like.dtype
-    value = (
-        huge_zeros(*shape, dtype=dtype)
+    flat = (
+        huge_zeros(count, dtype=tile.dtype)
         if tile.device == CPU
-        else torch.empty(shape, dtype=dtype, device=tile.device)
+        else torch.empty(count, dtype=tile.dtype, device=tile.device)
     )
-    flat = value.view(-1)
-    whole = flat.numel() // _TILE * _TILE
+    whole = count // _TILE * _TILE
     flat[:whole].view(-1, _TILE).copy_(tile)
-    flat[whole:] = tile[: flat.numel() - whole]
-    parameter = nn.Parameter(value, requires_grad=False)
-    parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # else drawn again
-    return parameter
+    flat[whole:] = tile[: count - whole]
+    return flat
 
 
 def _cgroup_free(mount: Path) -> float:

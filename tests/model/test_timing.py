@@ -157,6 +157,20 @@ def test_random_weights_are_plausible(source: Source) -> None:
     assert len(set(logits.flatten().tolist())) > 50
 
 
+@pytest.mark.parametrize("is_large", [False, True])
+def test_matrices_that_no_cache_holds_share_their_memory(
+    source: Source, monkeypatch: pytest.MonkeyPatch, *, is_large: bool
+) -> None:
+    monkeypatch.setattr(module, "_COLD_BYTES", 1 if is_large else 1 << 30)
+    skeleton = build(source.config, torch.float32)
+
+    shard = module._random_shard(skeleton, Part(Span(0, 1), embed=False, head=False))
+
+    weights = [each.data_ptr() for each in shard.layer(0).parameters()]
+    assert len(weights) > 2
+    assert len(set(weights)) == (1 if is_large else len(weights))
+
+
 def test_a_measurement_is_cached(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
