@@ -162,10 +162,18 @@ class OwnState:
             yield
             await news.wait()
 
-    def strike(self, node: NodeId) -> None:
-        """Count a fault of a neighbour; after several it is left out for a while."""
-        self._faults.strike(node, loop_time())
+    def strike(self, node: NodeId) -> bool:
+        """Count a fault of a neighbour; after several it is left out for a while.
+
+        Return whether it counts: not if the neighbour is left out already, however much it sends
+        until its ring has ended.
+        """
+        now = loop_time()
+        if self._faults.is_out(node, now):
+            return False
+        self._faults.strike(node, now)
         self._publish_faults()
+        return True
 
     def put_out(self, node: NodeId) -> None:
         """Leave a neighbour out for a while."""

@@ -63,8 +63,11 @@ class MemberHost(Protocol):
     def failed(self) -> None:
         """Retract the offer for a span that cannot be loaded; the state record may not change."""
 
-    def strike(self, node: NodeId) -> None:
-        """Count a fault of a neighbour; after several it is left out for a while."""
+    def strike(self, node: NodeId) -> bool:
+        """Count a fault of a neighbour; after several it is left out for a while.
+
+        Return whether it counts: not if it is left out already.
+        """
 
     def put_out(self, node: NodeId) -> None:
         """Leave a neighbour out for a while."""
@@ -327,10 +330,10 @@ class RingMember:
 
     def faulty(self, node: NodeId) -> None:
         """Count a fault of a neighbour."""
-        logger.warning(
-            "node %s sent invalid data to this one", name_of(node, self._machine.profiles)
-        )
-        self._host.strike(node)
+        if self._host.strike(node):
+            logger.warning(
+                "node %s sent invalid data to this one", name_of(node, self._machine.profiles)
+            )
 
     async def dial(self, node: NodeId) -> SecureLink:
         """Open a ring link."""

@@ -6,6 +6,8 @@ from contextlib import aclosing
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from meshllm.names import FIRST_GROUP, NodeId
 from meshllm.node.agreement.load_watch import LOAD_S
 from meshllm.node.agreement.own_state import HANGS
@@ -119,6 +121,25 @@ def test_a_neighbour_with_several_faults_is_published_as_faulty_for_a_while() ->
         assert not place.told[-1].faulty
 
     run(story)
+
+
+def test_a_neighbour_that_sends_thousands_of_faults_is_logged_a_few_times(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduled = list[float]()
+
+    async def story() -> None:
+        place = Place()
+        place.serve()
+        later: Callable[..., None] = lambda delay_s, *_: scheduled.append(delay_s)  # noqa: E731
+        monkeypatch.setattr(place.own, "_call_later", later)
+        for _ in range(5000):
+            place.member.faulty(NodeId(STAGE))
+
+    with caplog.at_level("WARNING"):
+        run(story)
+
+    assert len(caplog.records) == len(scheduled) == MAX_FAULTS
 
 
 def test_a_hang_is_published_as_an_obstacle() -> None:
