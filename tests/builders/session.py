@@ -14,7 +14,7 @@ from torch import Tensor
 from meshllm.errors import MeshError, ModelError
 from meshllm.model.wire.payload import RowFormat
 from meshllm.names import Span
-from meshllm.protocol.session.messages import Forward, SessionMessage
+from meshllm.protocol.session.messages import Delivered, Forward, SessionMessage
 from meshllm.protocol.trust.handshake import Features
 
 P = ParamSpec("P")
@@ -128,7 +128,7 @@ class RecordingNeighbours:
     def __init__(self) -> None:
         self.sent: list[SessionMessage] = []
         self.blamed = 0
-        self.deliver: Callable[[SessionMessage], None] = lambda _: None
+        self.deliver: Callable[[Delivered], None] = lambda _: None
         self._lost = asyncio.get_running_loop().create_future()
 
     def forward(self, action: Forward) -> None:
@@ -137,7 +137,7 @@ class RecordingNeighbours:
     def blame(self) -> None:
         self.blamed += 1
 
-    async def run(self, deliver: Callable[[SessionMessage], None]) -> MeshError:
+    async def run(self, deliver: Callable[[Delivered], None]) -> MeshError:
         self.deliver = deliver
         lost: MeshError = await self._lost
         return lost

@@ -14,6 +14,7 @@ from meshllm.protocol.session.messages import (
     Cancel,
     Close,
     Data,
+    Delivered,
     DType,
     Fault,
     FaultCode,
@@ -21,9 +22,9 @@ from meshllm.protocol.session.messages import (
     Gap,
     Hello,
     Logits,
+    Malformed,
     Message,
     Resume,
-    SessionMessage,
     Spent,
     Tally,
     UnknownRingMessage,
@@ -95,9 +96,10 @@ def rows_of_few(draw: st.DrawFn) -> Data:
     return Data(session, draw(few_epochs), draw(few_gens), pos, rows, flags, blob)
 
 
-few_messages: st.SearchStrategy[SessionMessage] = st.one_of(
+few_messages: st.SearchStrategy[Delivered] = st.one_of(
     rows_of_few(),
     rows_of_few(),
+    st.builds(Malformed, few_sessions, few_epochs, texts, st.booleans()),
     st.builds(Gap, few_sessions, few_epochs, few_gens, st.integers(0, 6)),
     st.builds(Cancel, few_sessions, few_epochs, few_gens),
     st.builds(Logits, few_sessions, few_epochs, few_gens, st.integers(0, 6), blobs()),

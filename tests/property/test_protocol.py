@@ -21,12 +21,12 @@ from meshllm.protocol.session.messages import (
     Blob,
     Close,
     Data,
+    Delivered,
     DType,
     Hello,
     Logits,
     Message,
     Resume,
-    SessionMessage,
     Spent,
     UnknownRingMessage,
 )
@@ -171,7 +171,7 @@ class Rank:
 
 @given(st.integers(1, 2), st.lists(st.none() | few_messages, max_size=60))
 def test_the_caches_of_a_stage_have_no_gap_for_any_input(
-    number: int, heard: list[SessionMessage | None]
+    number: int, heard: list[Delivered | None]
 ) -> None:
     index = PrefixIndex(KvBudget([Room(2 * BLOCK, lambda tokens: (tokens, 0))]))
     stage = Stage(number, 3, epoch=5, max_sessions=1, context=CONTEXT, index=index, span=Span(4, 8))
@@ -200,7 +200,7 @@ def test_the_caches_of_a_stage_have_no_gap_for_any_input(
     st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)) | few_messages, max_size=60),
 )
 def test_an_entry_ends_once_and_runs_one_job_at_a_time_for_any_input(
-    ring: int, heard: list[SessionMessage | tuple[int, int]]
+    ring: int, heard: list[Delivered | tuple[int, int]]
 ) -> None:
     task = GenerationTask(SessionId(b"1" * 16), 5, ring, (1, 2, 3, 4), max_tokens=5, context=8)
     entry = Entry(task, Pace(chunk=2, window=2))

@@ -31,16 +31,20 @@ from meshllm.protocol.session.actions import (
     Progress,
 )
 from meshllm.protocol.session.blob import check, seal, session_key
-from meshllm.protocol.session.codec import decode, encode
+from meshllm.protocol.session.codec import MAX_POSITION, MalformedMessage, decode, encode
 from meshllm.protocol.session.entry import Entry, EntryState
 from meshllm.protocol.session.messages import (
     Blob,
     Cancel,
+    Close,
     Data,
+    Delivered,
     DType,
     FaultCode,
     Flags,
     Forward,
+    Gap,
+    Resume,
     SessionMessage,
     Spent,
 )
@@ -114,6 +118,8 @@ class Weather:
     """Probability that a rank cannot resume from its kept cache."""
     tokens: int = 8
     """Of an answer, at most."""
+    invalid: float = 0.0
+    """Probability that the content of a message becomes invalid."""
     poison: bool = False
     """Rows of an older gen become garbage in flight, like rejected drafts."""
 
@@ -125,7 +131,23 @@ CROWD = Weather(lag=3.0, poison=True, steps=6, tokens=24, patience_s=(20.0, 60.0
 DOZE = Weather(poison=True, steps=6, tokens=24, idle_s=8.0)
 STORM = Weather(drop=0.02, repeat=0.05, reorder=0.05)
 NAPS = Weather(drop=0.02, idle_s=10.0)
+INVALID = Weather(lag=3.0, invalid=0.01)
 FLOOD = Weather(repeat=0.3, reorder=0.5, lag=8.0)
+
+
+def invalidated(message: SessionMessage) -> SessionMessage:
+    """Return a message of which the codec reads nothing but its session; some have none such."""
+    match message:
+        case Data():
+            return replace(message, rows=0)
+        case Gap():
+            return replace(message, kv_len=MAX_POSITION + 1)
+        case Close():
+            return replace(message, keep=MAX_POSITION + 1)
+        case Resume():
+            return replace(message, length=0)
+        case _:
+            return message
 
 
 @dataclass
@@ -249,16 +271,19 @@ class Simulation:
         """Run until nothing is due; the idle timeout of the stages comes last."""
         for generation in self.generations.values():
             self.drive(generation, generation.entry.open(0.0))
-        while any(one.entry.state is not EntryState.CLOSED for one in self.generations.values()):
+        while self.events or self.is_busy:
             assert self.step(before=END), "a session never ends"
-        while self.events:
-            self.step(before=END)
         if not self.weather.drop:
             assert not any(self.caches), "a cache outlived its session"
         while self.step(before=3 * END):
             pass
         assert not any(self.caches), "a cache outlived the idle limit"
         assert not any(self.kept), "what was kept outlived its own"
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a generation has not ended on all ranks."""
+        return any(one.entry.state is not EntryState.CLOSED for one in self.generations.values())
 
     def step(self, before: float) -> bool:
         """Run the next event or deadline; return False if none is due in time."""
@@ -296,14 +321,19 @@ class Simulation:
             if draw.random() >= weather.reorder:
                 arrival = max(arrival, self.latest.get((source, forward.control), 0.0))
                 self.latest[source, forward.control] = arrival
-            wire = b"".join(encode(forward.message))
+            is_invalid = weather.invalid and draw.random() < weather.invalid
+            message = invalidated(forward.message) if is_invalid else forward.message
+            wire = b"".join(encode(message))
             self.at(arrival, self.deliver, (source + 1) % self.ring, wire)
 
     def deliver(self, rank: int, wire: bytes) -> None:
-        message = decode(wire)
-        assert isinstance(message, SessionMessage)
-        if self.weather.poison:
-            message = self.poisoned(message)
+        message: Delivered
+        try:
+            sent = decode(wire)
+            assert isinstance(sent, SessionMessage)
+            message = self.poisoned(sent) if self.weather.poison else sent
+        except MalformedMessage as fault:
+            message = fault.message
         if rank == 0:
             generation = self.generations[message.session]
             self.drive(generation, generation.entry.receive(message, self.now))
@@ -488,6 +518,8 @@ def judge(simulation: Simulation) -> Counter[str]:
             copied = settled.get(one.task.session, [])
             assert copied == rows[: len(copied)], "rows that a draft took back were settled"
         match one.outcome:
+            case Failed(FaultCode.RULES) if simulation.weather.invalid:
+                ends["refused"] += 1
             case Failed(code, text):
                 assert code is FaultCode.TIMED_OUT, text
                 ends["failed"] += 1

@@ -13,7 +13,7 @@ import pytest
 from meshllm.names import SessionId
 from meshllm.protocol.session import actions, stage
 from meshllm.protocol.session.entry import Entry
-from meshllm.protocol.session.messages import Blob, Close, Data, Flags, SessionMessage
+from meshllm.protocol.session.messages import Blob, Close, Data, Delivered, Flags, Malformed
 from meshllm.protocol.session.stage import MAX_PENDING, Compute, Stage
 from meshllm.request import FinishReason
 from tests.simulation.ring_world import (
@@ -21,6 +21,7 @@ from tests.simulation.ring_world import (
     CROWD,
     DOZE,
     FLOOD,
+    INVALID,
     NAPS,
     QUIET,
     RUSH,
@@ -54,6 +55,14 @@ def test_tokens_are_right_or_absent_on_any_network(weather: Weather) -> None:
 
     assert ends[FinishReason.LENGTH] > 5 * ends["failed"]
     assert ends[FinishReason.CANCELLED] > 0
+
+
+def test_an_invalid_message_ends_its_session_on_all_ranks_and_no_other() -> None:
+    """Caches that are left would be found by the simulation, and so would wrong tokens."""
+    ends = tally_of(INVALID).ends
+
+    assert ends[FinishReason.LENGTH] > ends["refused"] > SEEDS / 10
+    assert ends["failed"] == 0
 
 
 def test_a_reliable_ring_sends_one_message_per_hop() -> None:
@@ -120,6 +129,13 @@ class Generous(Stage):
         return super()._end(session, keep, now, **whose)
 
 
+class Deaf(Stage):
+    """Does not pass on that a session has ended."""
+
+    def _malformed(self, message: Malformed, now: float) -> list[stage.Action]:
+        return []
+
+
 class Confident(Stage):
     """Calls rows settled that were drafted."""
 
@@ -154,7 +170,7 @@ class Boasting(Entry):
 class Trusting(Entry):
     """Accepts results of any gen."""
 
-    def receive(self, message: SessionMessage, now: float) -> list[actions.Action]:
+    def receive(self, message: Delivered, now: float) -> list[actions.Action]:
         if isinstance(message, Data):
             message = replace(message, gen=self._gen)
         return super().receive(message, now)
@@ -205,6 +221,7 @@ class Repeating(Entry):
         (STORM, {"stage": Careless}),
         (RUSH, {"stage": Forgetful}),
         (FLOOD, {"stage": Generous}),
+        (INVALID, {"stage": Deaf}),
         (CALM, {"stage": Confident}),
         (CROWD, {"stage": Confident}),
         (CALM, {"entry": Hasty}),
@@ -225,6 +242,7 @@ class Repeating(Entry):
         "no gap",
         "no memory",
         "not there",
+        "not passed on",
         "a draft",
         "a draft in a crowd",
         "not done",

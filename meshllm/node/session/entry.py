@@ -52,10 +52,10 @@ from meshllm.protocol.session.entry import Entry
 from meshllm.protocol.session.messages import (
     Blob,
     Data,
+    Delivered,
     Flags,
     Forward,
     Logits,
-    SessionMessage,
     Tally,
 )
 from meshllm.protocol.session.pace import Pace
@@ -357,7 +357,7 @@ class EntryNode:
     def _prepared(self) -> int:
         return sum(each.prepared for each in self._runners.runners)
 
-    def _receive(self, message: SessionMessage) -> None:
+    def _receive(self, message: Delivered) -> None:
         generation = self._sessions.get(message.session)
         if generation is None:
             return

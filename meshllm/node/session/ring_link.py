@@ -11,16 +11,17 @@ from typing import NamedTuple, assert_never
 from meshllm.errors import LinkLost, MeshError, PeerFault
 from meshllm.names import SessionId
 from meshllm.node.timer import loop_time
-from meshllm.protocol.session.codec import decode, encode
+from meshllm.protocol.session.codec import MalformedMessage, decode, encode
 from meshllm.protocol.session.link import BEAT, Action, Deliver, Lost, NeighbourLink, Send
 from meshllm.protocol.session.messages import (
     Beat,
     Cancel,
     Close,
     Data,
+    Delivered,
     Forward,
+    Malformed,
     Message,
-    SessionMessage,
 )
 from meshllm.protocol.session.stage import MAX_WAITING_BYTES
 from meshllm.protocol.trust.handshake import ALL_FEATURES, Features
@@ -118,7 +119,7 @@ class RingLink:
         if not (self._is_idle and is_next and self._offer(queue)):
             self._wake_writer()
 
-    async def run(self, deliver: Callable[[SessionMessage], None]) -> MeshError:
+    async def run(self, deliver: Callable[[Delivered], None]) -> MeshError:
         """Run the link until it is lost, and return the reason; its owner closes it, see ``ended``.
 
         If cancelled, messages still queued are dropped.
@@ -135,24 +136,30 @@ class RingLink:
             self._ended()
         return reasons[0]
 
-    async def _read(self, deliver: Callable[[SessionMessage], None]) -> None:
+    async def _read(self, deliver: Callable[[Delivered], None]) -> None:
         clock = asyncio.get_running_loop().time
         while True:
             _, buffer = await self._link.receive()  # what it raises may be the fault of the network
             try:
-                message = decode(buffer)
+                message = _read_message(buffer)
                 if self._debug:
                     logger.debug("< %s, %d B", type(message).__name__, len(buffer))
-                for action in self._machine.receive(message, clock()):
+                actions = self._machine.receive(message, clock())
+                for action in actions:
                     self._act(action, deliver)
             except PeerFault:
-                if self._machine.is_met:  # else the neighbour may follow another plan
-                    self.blame()
+                self._blame_if_met()
                 raise
+            if isinstance(message, Malformed) and actions:  # else it is a repetition
+                self._blame_if_met()
             if self._machine.is_met and (self._control or self._data):
                 self._wake_writer()
 
-    def _act(self, action: Action, deliver: Callable[[SessionMessage], None]) -> None:
+    def _blame_if_met(self) -> None:
+        if self._machine.is_met:  # else the neighbour may follow another plan
+            self.blame()
+
+    def _act(self, action: Action, deliver: Callable[[Delivered], None]) -> None:
         match action:
             case Send(message):
                 if self._own and self._own[-1].kind is Beat:
@@ -285,7 +292,7 @@ class Neighbours:
         """Bytes of the messages that wait to be sent to either rank."""
         return self._previous.queued_bytes + self._next.queued_bytes
 
-    async def run(self, deliver: Callable[[SessionMessage], None]) -> MeshError:
+    async def run(self, deliver: Callable[[Delivered], None]) -> MeshError:
         """Run both links until one is lost, and return the reason."""
         peers = (self._previous.run(deliver), self._next.run(_refuse))
         async with asyncio.TaskGroup() as group:
@@ -296,6 +303,14 @@ class Neighbours:
         return next(iter(done)).result()
 
 
-def _refuse(message: SessionMessage) -> None:
+def _read_message(buffer: contract.Buffer) -> Message | Malformed:
+    """Decode a message; raise `PeerFault` for one that ends the link."""
+    try:
+        return decode(buffer)
+    except MalformedMessage as fault:
+        return fault.message
+
+
+def _refuse(message: Delivered) -> None:
     """Refuse session messages of the next rank: sessions travel one way."""
     raise PeerFault(f"{type(message).__name__} against the direction of the ring")

@@ -26,7 +26,7 @@ from meshllm.node.session.wire import fault_code, opened, opened_rows, sealed
 from meshllm.node.timer import DeadlineTimer, loop_time
 from meshllm.protocol.kv_cache.budget import KvBudget
 from meshllm.protocol.ring.hang import HangLimits
-from meshllm.protocol.session.messages import Blob, Forward, Logits, SessionMessage
+from meshllm.protocol.session.messages import Blob, Delivered, Forward, Logits
 from meshllm.protocol.session.stage import Action, Adopt, Compute, Free, Keep, Stage
 
 logger = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ class StageNode:
         logger.info("a stage lost its ring: %s", reason)
         return reason
 
-    def _receive(self, message: SessionMessage) -> None:
+    def _receive(self, message: Delivered) -> None:
         self._machine.round_trip_us = self._neighbours.round_trip_us
         self._act(self._machine.receive(message, loop_time()))
 

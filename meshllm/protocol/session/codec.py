@@ -5,6 +5,9 @@ tallies or a text follows it. A tensor takes all the rest; after anything else a
 append fields, which are ignored. A message of an unknown kind is `UnknownRingMessage`. Nothing
 larger than the input is ever allocated. A number without a limit of its own is bounded by the width
 of its field.
+
+Invalid content of a message that names a session is a `MalformedMessage`: it ends that session, and
+the link goes on. Any other fault ends the link.
 """
 
 from enum import IntEnum
@@ -41,6 +44,7 @@ from meshllm.protocol.session.messages import (
     KvOffer,
     KvRows,
     Logits,
+    Malformed,
     Message,
     Resume,
     Spent,
@@ -84,6 +88,12 @@ _LAYOUTS = {  # version and kind, then the fields of the message
     _RingKind.KV_OFFER: Struct("<BB 32s I 32s"),  # as Hello
     _RingKind.KV_ROWS: Struct("<BB 16s I I I"),  # then a blob
 }
+_OF_SESSIONS = set(_RingKind) - {  # of all others, session and epoch are the first two fields
+    _RingKind.HELLO,
+    _RingKind.BEAT,
+    _RingKind.KV_OFFER,
+    _RingKind.KV_ROWS,  # on a link of its own, on whose loss no session depends
+}
 _Control = Gap | Cancel | Close | Resume
 _COUNT = Struct("<H")
 _SPAN = Struct("<I I")
@@ -92,6 +102,14 @@ _TALLY = Struct("<Q Q Q I Q I")
 _FAULTS = {int(code): code for code in FaultCode}
 _DATA_BYTES = _LAYOUTS[_RingKind.DATA].size
 _BLOB_BYTES = HEADER.size + DIGEST_BYTES
+
+
+class MalformedMessage(PeerFault):
+    """The content of a message is invalid, but it names its session: only that has to end."""
+
+    def __init__(self, message: Malformed) -> None:
+        super().__init__(message.text)
+        self.message = message
 
 
 def encode(message: Message) -> list[Buffer]:
@@ -147,7 +165,10 @@ def decode(buffer: Buffer) -> Message:
     """Decode one whole message; a payload is a view into ``buffer``, not a copy.
 
     Raises:
-        PeerFault: the message has another major version, or a known kind and breaks a limit.
+        MalformedMessage: it is a message of a session, and its content breaks a limit.
+        PeerFault: any other message breaks a limit, is too short for its kind, or has another major
+            version. That has to end the link: nobody knows which session lacks the message, and it
+            would wait for it in vain.
     """
     view = memoryview(buffer)
     if len(view) < 2:
@@ -165,7 +186,15 @@ def decode(buffer: Buffer) -> Message:
     if len(view) < layout.size:
         raise PeerFault(f"{name} of {len(view)} bytes; it takes {layout.size}")
     _, _, *fields = layout.unpack_from(view)
-    return _build(kind, fields, view[layout.size :])
+    try:
+        return _build(kind, fields, view[layout.size :])
+    except PeerFault as fault:
+        if kind not in _OF_SESSIONS:
+            raise
+        session, epoch, *_ = fields
+        is_close = kind is _RingKind.CLOSE
+        malformed = Malformed(SessionId(session), epoch, str(fault), is_close=is_close)
+        raise MalformedMessage(malformed) from None
 
 
 def _build(kind: _RingKind, fields: list[Any], rest: memoryview) -> Message:

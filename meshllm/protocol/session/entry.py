@@ -90,13 +90,14 @@ from meshllm.protocol.session.messages import (
     Cancel,
     Close,
     Data,
+    Delivered,
     Fault,
     FaultCode,
     Flags,
     Forward,
     Gap,
+    Malformed,
     Resume,
-    SessionMessage,
     Tally,
 )
 from meshllm.protocol.session.pace import Pace
@@ -206,7 +207,7 @@ class Entry:
         resume = Resume(task.session, task.epoch, *fields)
         return [*([Forward(resume)] if task.ring > 1 else []), *self._next_job()]
 
-    def receive(self, message: SessionMessage, now: float) -> list[Action]:
+    def receive(self, message: Delivered, now: float) -> list[Action]:
         """Handle a message of this session that has been all round the ring."""
         if message.epoch != self._task.epoch:
             return []
@@ -217,6 +218,9 @@ class Entry:
                 return self._restart(kv_len, now)
             case EntryState.PREFILL | EntryState.DECODE, Fault(code=code, rank=rank, text=text):
                 return self._fail(Failed(code, text, rank), now)
+            case EntryState.PREFILL | EntryState.DECODE, Malformed(text=text):
+                last = self._task.ring - 1  # its link has counted the fault
+                return self._fail(Failed(FaultCode.RULES, text, last), now)
             case EntryState.PREFILL, Resume(held=held) if self._is_asking:
                 self._is_asking = False
                 self._begin_at(self._whole_chunks(min(held, self._base.held if self._base else 0)))

@@ -17,6 +17,10 @@ nothing for `BEAT` sends a Beat (keep-alive), and one each `MEASURE` however bus
 because only beats measure the round trip: the other side returns the last stamp and how long it
 held it (as RTP does, RFC 3550 section 6.4.1).
 
+A message of a session with invalid content is delivered as `Malformed`, to end that session only;
+further ones of it are dropped, but for its Close. Each one that is delivered makes the rank send
+something to the entry, so more than `MAX_MALFORMED` of them in `MALFORMED_S` are a fault.
+
 `SILENCE` without a message is loss. A message that has arrived but was not read races with that
 deadline, and wins: when a call is late, this side was suspended, and the neighbour gets one more
 `BEAT`. Beats that are read in that time may have waited, and measure no round trip.
@@ -28,21 +32,23 @@ from math import inf
 from typing import get_args
 
 from meshllm.errors import PeerFault
-from meshllm.names import NodeId, short
+from meshllm.names import NodeId, SessionId, short
 from meshllm.protocol.binary import micros
 from meshllm.protocol.session.messages import (
     Beat,
+    Delivered,
     Hello,
     KvOffer,
     KvRows,
+    Malformed,
     Message,
-    SessionMessage,
     UnknownRingMessage,
 )
 
 BEAT = 0.5  # s; six beats within SILENCE
 MEASURE = 5.0  # s; ten beats: a path that moves from relay to direct shows within seconds
 SILENCE = 3.0  # s; long enough for a retransmission on a bad radio
+MAX_MALFORMED, MALFORMED_S = 16, 60.0  # in so many s; one for each session of a rank, and its Close
 _GAIN = 1 / 8  # of a new round trip in the smoothed one (RFC 6298, alpha)
 
 
@@ -54,10 +60,10 @@ class LinkState(Enum):
     GONE = auto()
 
 
-_NEXT: dict[LinkState, dict[type[Message], LinkState]] = {
+_NEXT: dict[LinkState, dict[type[Message | Malformed], LinkState]] = {
     LinkState.DIALING: {Hello: LinkState.OPEN},
     LinkState.OPEN: dict.fromkeys(
-        (Beat, UnknownRingMessage, KvOffer, KvRows, *get_args(SessionMessage)), LinkState.OPEN
+        (Beat, UnknownRingMessage, KvOffer, KvRows, *get_args(Delivered)), LinkState.OPEN
     ),
 }
 
@@ -73,7 +79,7 @@ class Send:
 class Deliver:
     """The neighbour sent this for a session."""
 
-    message: SessionMessage
+    message: Delivered
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +108,7 @@ class NeighbourLink:
         self._is_opened = False
         self._heard = self._sent = self._beaten = 0.0
         self._awake = -inf  # when this side was last noticed to have been suspended
+        self._malformed: dict[tuple[SessionId, bool], float] = {}  # when each first came
         self._echo: tuple[int, float] | None = None  # their last stamp, and when it was received
 
     def open(self, now: float) -> list[Action]:
@@ -112,7 +119,7 @@ class NeighbourLink:
         self._heard = self._sent = now
         return [Send(self._hello)]
 
-    def receive(self, message: Message, now: float) -> list[Action]:
+    def receive(self, message: Message | Malformed, now: float) -> list[Action]:
         """Handle a message from the neighbour; raise `PeerFault` if it does not fit the state."""
         if self.state is LinkState.GONE:
             return []
@@ -122,6 +129,7 @@ class NeighbourLink:
             raise PeerFault(f"{type(message).__name__} while {state.name.lower()}")
         if isinstance(message, Hello):
             self._check_hello(message)
+        is_repeated = isinstance(message, Malformed) and self._is_repeated(message, now)
         self.state, self._heard = _NEXT[state][type(message)], now
         match message:
             case Hello():
@@ -133,7 +141,7 @@ class NeighbourLink:
             case UnknownRingMessage() | KvOffer() | KvRows():  # the last two have their own link
                 return []
             case _:
-                return [Deliver(message)]
+                return [] if is_repeated else [Deliver(message)]
 
     def sent(self, now: float) -> None:
         """Note that something was sent to the neighbour, which postpones the next beat."""
@@ -182,6 +190,20 @@ class NeighbourLink:
         if self.peer not in {None, theirs.node}:
             raise PeerFault(f"Unexpected node `{short(theirs.node)}` at the other end")
         self.peer = theirs.node
+
+    def _is_repeated(self, message: Malformed, now: float) -> bool:
+        """Note an invalid message; return whether its session has had one like it."""
+        known, key = self._malformed, (message.session, message.is_close)
+        self._malformed = known = {k: at for k, at in known.items() if now < at + MALFORMED_S}
+        if key in known:
+            return True
+        if len(known) == MAX_MALFORMED:
+            raise PeerFault(
+                f"More than {MAX_MALFORMED} invalid messages of sessions in {MALFORMED_S:.0f} s,"
+                f" the last one: {message.text}"
+            )
+        known[key] = now
+        return False
 
     def _measure(self, beat: Beat, now: float) -> None:
         if now < self._awake + BEAT:

@@ -316,6 +316,25 @@ class UnknownRingMessage:
 SessionMessage = Data | Logits | Resume | Gap | Cancel | Close | Fault
 """Messages that go from rank to rank, round the ring."""
 
+
+@dataclass(frozen=True, slots=True)
+class Malformed:
+    """What is known of a session's message whose content is invalid; it is never sent.
+
+    The session ends, and others go on: its previous rank may have a bug, or a later version.
+    """
+
+    session: SessionId
+    epoch: int
+    text: str
+    """What is invalid."""
+    is_close: bool = False
+    """The message was a `Close`, which the following ranks still need."""
+
+
+Delivered = SessionMessage | Malformed
+"""What a link delivers to the entry or the stage of a rank."""
+
 Message = Hello | Beat | SessionMessage | KvOffer | KvRows | UnknownRingMessage
 
 

@@ -19,6 +19,7 @@ rows, from rows that the rank before recorded when it sent them the first time. 
 nor grow: ``kv_len`` is that of the Resume from the start, and rows behind it wait in the queue.
 
     Data to recompute, beyond kv_len    Fault(RULES)
+    Malformed, whatever it was          Fault(RULES), once, or the Close that it should have been
 
 So no message ever rolls back: a rejected or repeated row is undone by the next write at its
 position. Gap, Fault, Cancel, Resume and Close are passed on round the ring to the entry, which
@@ -65,14 +66,15 @@ from meshllm.protocol.session.messages import (
     Cancel,
     Close,
     Data,
+    Delivered,
     Fault,
     FaultCode,
     Flags,
     Forward,
     Gap,
     Logits,
+    Malformed,
     Resume,
-    SessionMessage,
     Spent,
     Tally,
 )
@@ -223,7 +225,7 @@ class Stage:
         self._closed: dict[SessionId, Tally] = {}
         self._outliving: dict[SessionId, Data] = {}  # rows that run, of ended sessions
 
-    def receive(self, message: SessionMessage, now: float) -> list[Action]:
+    def receive(self, message: Delivered, now: float) -> list[Action]:
         """Handle a message from the previous rank; one that breaks the rules ends its session."""
         if message.epoch < self.epoch:
             return []
@@ -235,10 +237,10 @@ class Stage:
                 return [*self._resume(message, now), forward]
             case Close():
                 return self._close(message, now)
-            case Cancel(session, _, gen):
-                if session in self._sessions:
-                    self._sessions[session].raise_gen(gen)
-                return [Forward(message)]
+            case Cancel():
+                return self._cancel(message)
+            case Malformed():
+                return self._malformed(message, now)
             case Gap() | Fault() | Logits():  # only the entry may receive Logits
                 return [] if isinstance(message, Logits) else [Forward(message)]
             case _:
@@ -327,6 +329,11 @@ class Stage:
             del self._sessions[session]
             self.budget.release(session)
         return [Free(session) for session in (*idle, *self._index.expire(now))]
+
+    def _cancel(self, cancel: Cancel) -> list[Action]:
+        if state := self._sessions.get(cancel.session):
+            state.raise_gen(cancel.gen)
+        return [Forward(cancel)]
 
     def _data(self, data: Data, now: float) -> list[Action]:
         session = data.session
@@ -485,9 +492,11 @@ class Stage:
             f" sessions"
         )
 
-    def _refuse(self, data: Data, text: str, code: FaultCode = FaultCode.BUSY) -> list[Action]:
+    def _refuse(
+        self, message: Data | Malformed, text: str, code: FaultCode = FaultCode.BUSY
+    ) -> list[Action]:
         """End one session, for lack of room or because its messages break the rules."""
-        return [*self._end(data.session), self._fault(data, code, text)]
+        return [*self._end(message.session), self._fault(message, code, text)]
 
     def _keep(self, data: Data, state: _SessionState) -> int:
         if Flags.RECOMPUTE in data.flags:
@@ -505,6 +514,15 @@ class Stage:
         keep = close.keep if Keep(close.session) in ended else 0
         tally = replace(self._closed[close.session], round_trip_us=self.round_trip_us)
         return [*ended, Forward(replace(close, keep=keep, tallies=(*close.tallies, tally)))]
+
+    def _malformed(self, message: Malformed, now: float) -> list[Action]:
+        """End the session of a message that cannot be read."""
+        if message.is_close:  # the following ranks free their caches only at a Close
+            return self._close(Close(message.session, message.epoch), now)
+        if message.session in self._closed:
+            return []
+        text = f"The previous rank sent an invalid message: {message.text}"
+        return self._refuse(message, text, FaultCode.RULES)
 
     def _end(
         self,
@@ -532,8 +550,8 @@ class Stage:
             self._index.name(session, *state.base)
         return [*([] if session in gone else [Keep(session)]), *map(Free, gone)]
 
-    def _fault(self, data: Data, code: FaultCode, text: str) -> Forward:
-        return Forward(Fault(data.session, data.epoch, code, self._rank, text))
+    def _fault(self, message: Data | Malformed, code: FaultCode, text: str) -> Forward:
+        return Forward(Fault(message.session, message.epoch, code, self._rank, text))
 
 
 def _contains(outer: Span, inner: Span) -> bool:

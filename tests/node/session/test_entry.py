@@ -31,10 +31,12 @@ from meshllm.protocol.session.messages import (
     Blob,
     Close,
     Data,
+    Delivered,
     Fault,
     FaultCode,
     Flags,
     Gap,
+    Malformed,
     Resume,
     SessionMessage,
     Spent,
@@ -98,7 +100,7 @@ class Running:
     layers: CountingLayers
     thread: HeldExecutor
     neighbours: RecordingNeighbours | None
-    answer: Callable[[SessionMessage], SessionMessage]
+    answer: Callable[[SessionMessage], Delivered]
     """What comes back of a message that was sent round the ring."""
 
     async def read(self, outputs: AsyncGenerator[Output, None], count: int = 100) -> list[Output]:
@@ -678,6 +680,28 @@ async def test_an_answer_goes_on_without_drafts_if_their_model_fails() -> None:
         outputs = await entry.read(entry.node.generate(order(tokens=4)))
 
         assert ids(outputs) == [3, 4, 5, 6]
+
+
+async def test_an_invalid_message_ends_its_generation_and_no_other() -> None:
+    async with running(ring=2) as entry:
+        first, second = entry.node.generate(order()), entry.node.generate(order())
+        await entry.read(first, 1)
+        read = await entry.read(second, 1)
+        (spoiled, _) = entry.node._sessions
+
+        def invalid(message: SessionMessage) -> Delivered:
+            if message.session == spoiled and isinstance(message, Data):
+                return Malformed(spoiled, message.epoch, "Blob of unknown dtype 99")
+            return travelled(message)
+
+        entry.answer = invalid
+
+        with pytest.raises(PeerFault, match="rank 1: Blob of unknown dtype 99"):
+            await entry.read(first)
+        read += await entry.read(second)
+
+        assert ids(read) == [3, 4, 5]
+        assert entry.node.sessions == 0
 
 
 async def test_invalid_rows_end_their_generation_and_name_their_sender() -> None:

@@ -1,7 +1,7 @@
 """A link to a neighbour that keeps the protocol, or violates it."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from unittest.mock import AsyncMock, patch
@@ -13,20 +13,21 @@ from meshllm.names import DIGEST_BYTES, NODE_ID_BYTES, Digest, NodeId, SessionId
 from meshllm.node.session import ring_link
 from meshllm.node.session.ring_link import Neighbours, RingLink
 from meshllm.protocol.session.blob import seal, session_key
-from meshllm.protocol.session.codec import decode, encode
-from meshllm.protocol.session.link import BEAT, SILENCE, NeighbourLink
+from meshllm.protocol.session.codec import MAX_POSITION, decode, encode
+from meshllm.protocol.session.link import BEAT, MAX_MALFORMED, SILENCE, NeighbourLink
 from meshllm.protocol.session.messages import (
     Beat,
     Cancel,
     Close,
     Data,
+    Delivered,
     DType,
     Flags,
     Forward,
     Gap,
     Hello,
+    Malformed,
     Message,
-    SessionMessage,
 )
 from meshllm.testing.clock import run_virtual
 from meshllm.transport import contract
@@ -38,6 +39,8 @@ PLAN = Digest(b"p" * DIGEST_BYTES)
 CANCEL = Cancel(SessionId(b"s" * 16), 1, 2)
 CHUNK = seal(session_key(CANCEL.session), DType.BFLOAT16, (1, 1024, 1024), bytes(2 << 20))
 GAP = Gap(SessionId(b"s" * 16), 1, 2, 3)
+INVALID = replace(GAP, kv_len=MAX_POSITION + 1)
+INVALID_TEXT = f"Message with {MAX_POSITION + 1} kv_len; allowed are 0 to {MAX_POSITION}"
 
 
 def rows(pos: int) -> Data:
@@ -56,7 +59,7 @@ async def pair() -> tuple[contract.Link, contract.Link]:
 class OwnedLink(RingLink):
     """A ring link that closes its link at its end, as its owner does."""
 
-    async def run(self, deliver: Callable[[SessionMessage], None]) -> MeshError:
+    async def run(self, deliver: Callable[[Delivered], None]) -> MeshError:
         try:
             return await super().run(deliver)
         finally:
@@ -81,9 +84,9 @@ async def hear(link: contract.Link) -> list[Message]:
 
 
 def test_messages_go_both_ways_after_a_hello() -> None:
-    async def story() -> tuple[list[SessionMessage], list[Message], MeshError]:
+    async def story() -> tuple[list[Delivered], list[Message], MeshError]:
         ours, theirs = await pair()
-        peer, delivered = ring_link_on(ours), list[SessionMessage]()
+        peer, delivered = ring_link_on(ours), list[Delivered]()
         peer.post(Forward(CANCEL))
         await say(theirs, Hello(THEIRS, 1, PLAN), Beat(1, 0, 0), GAP)
         running = asyncio.create_task(peer.run(delivered.append))
@@ -133,6 +136,51 @@ def test_only_a_neighbour_of_the_same_plan_is_blamed_for_what_it_sends() -> None
 
     assert run_virtual(story(Hello(THEIRS, 1, PLAN), Beat(1, 0, 0))) == 1
     assert run_virtual(story(Hello(THEIRS, 2, PLAN))) == 0  # not this one's plan, or not yet
+
+
+async def delivered_of(
+    messages: Iterable[Message], *, is_met: bool = True
+) -> tuple[list[Delivered], int, MeshError | None]:
+    """Send messages to a link; return what it delivers, its faults, and why it ended if it did."""
+    ours, theirs = await pair()
+    faults, delivered = list[None](), list[Delivered]()
+    running = asyncio.create_task(
+        ring_link_on(ours, lambda: faults.append(None)).run(delivered.append)
+    )
+    await say(theirs, Hello(THEIRS, 1, PLAN), *([Beat(1, 0, 0)] if is_met else []))
+    with suppress(LinkLost):
+        await say(theirs, *messages)
+    await asyncio.sleep(0.1)
+    reason = running.result() if running.done() else None
+    running.cancel()
+    return delivered, len(faults), reason
+
+
+def test_an_invalid_message_ends_its_session_and_not_the_link() -> None:
+    other = replace(GAP, session=SessionId(b"o" * 16))
+
+    delivered, faults, reason = run_virtual(delivered_of([INVALID, INVALID, other]))
+
+    assert delivered == [Malformed(GAP.session, 1, INVALID_TEXT), other]
+    assert (faults, reason) == (1, None)
+
+
+def test_a_neighbour_that_may_follow_another_plan_is_not_blamed_for_an_invalid_message() -> None:
+    delivered, faults, reason = run_virtual(delivered_of([INVALID], is_met=False))
+
+    assert (len(delivered), faults, reason) == (1, 0, None)
+
+
+def test_thousands_of_invalid_messages_end_the_link_or_are_dropped() -> None:
+    sessions = (SessionId(number.to_bytes(16)) for number in range(5000))
+    of_many = [replace(INVALID, session=session) for session in sessions]
+
+    delivered, faults, reason = run_virtual(delivered_of(of_many))
+    of_one = run_virtual(delivered_of([INVALID] * 5000))
+
+    assert (len(delivered), faults) == (MAX_MALFORMED, MAX_MALFORMED + 1)
+    assert "More than 16 invalid messages" in str(reason)
+    assert of_one == ([Malformed(GAP.session, 1, INVALID_TEXT)], 1, None)
 
 
 def test_a_neighbour_is_not_blamed_for_what_was_altered_on_the_way() -> None:

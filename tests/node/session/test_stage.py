@@ -26,11 +26,13 @@ from meshllm.protocol.session.messages import (
     Blob,
     Close,
     Data,
+    Delivered,
     Fault,
     FaultCode,
     Flags,
     Gap,
     Logits,
+    Malformed,
     Resume,
 )
 from meshllm.protocol.session.stage import Stage
@@ -71,7 +73,7 @@ class Served:
     thread: HeldExecutor
     kept: dict[SessionId, SessionCache]
 
-    async def receive(self, *messages: Data | Close | Resume) -> list[object]:
+    async def receive(self, *messages: Delivered) -> list[object]:
         """Deliver messages; return what the stage sends when it has nothing left to do."""
         before = len(self.neighbours.sent)
         for message in messages:
@@ -200,6 +202,21 @@ async def test_invalid_rows_end_their_session_and_no_other(blob: Blob | None) ->
         assert (fault.session, fault.code) == (ONE, FaultCode.RULES)
         assert "The previous rank sent" in fault.text
         assert stage.neighbours.blamed == 1
+        assert values_of(step) == [21]
+
+
+async def test_an_invalid_message_ends_its_session_and_no_other() -> None:
+    async with serving() as stage:
+        for session in (ONE, TWO):
+            await stage.receive(data(session, 0, 1, flags=PREFILL))
+
+        (fault,) = await stage.receive(Malformed(ONE, EPOCH, "Blob of unknown dtype 99"))
+        (step,) = await stage.receive(data(TWO, 1, 20))
+
+        assert isinstance(fault, Fault)
+        assert (fault.session, fault.code) == (ONE, FaultCode.RULES)
+        assert fault.text == "The previous rank sent an invalid message: Blob of unknown dtype 99"
+        assert stage.node.sessions == 1
         assert values_of(step) == [21]
 
 

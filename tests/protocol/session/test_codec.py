@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from meshllm.errors import PeerFault
-from meshllm.names import Digest, NodeId, SessionId, Span
+from meshllm.names import Digest, GroupId, NodeId, SessionId, Span
 from meshllm.protocol.session.blob import seal, session_key
 from meshllm.protocol.session.codec import (
     MAX_LAYERS,
     MAX_POSITION,
     MAX_ROWS,
     MAX_TEXT,
+    MalformedMessage,
     decode,
     encode,
     size,
@@ -33,6 +34,7 @@ from meshllm.protocol.session.messages import (
     KvOffer,
     KvRows,
     Logits,
+    Malformed,
     Message,
     Resume,
     Spent,
@@ -249,6 +251,56 @@ def test_a_number_at_its_limit_is_read(message: Message) -> None:
 def test_malformed_bytes_are_refused(encoded: bytes, words: str) -> None:
     with pytest.raises(PeerFault, match=words):
         decode(encoded)
+
+
+@pytest.mark.parametrize(
+    ("encoded", "words", "is_close"),
+    [
+        (packed(replace(DATA, rows=0)), "0 rows", False),
+        (packed(replace(DATA, pos=MAX_POSITION)), f"{MAX_POSITION} pos", False),
+        (packed(DATA)[:35] + b"\x63" + packed(DATA)[36:], "unknown dtype 99", False),
+        (packed(DATA)[:36] + b"\x05" + packed(DATA)[37:], "5 dimensions", False),
+        (packed(replace(DATA, blob=replace(BLOB, shape=(1, 3, 4)))), "24 bytes, not 16", False),
+        (packed(DATA)[:-1], "is 16 bytes, not 15", False),
+        (packed(DATA)[:36], "header takes", False),
+        (packed(Logits(SESSION, 3, 1, MAX_POSITION, BLOB)), "pos", False),
+        (packed(Gap(SESSION, 3, 1, MAX_POSITION + 1)), "kv_len", False),
+        (packed(replace(LOST, held=41)), "41 held", False),
+        (packed(FAULT)[:-1], "Fault of 21 bytes is truncated", False),
+        (packed(Close(SESSION, 3, MAX_POSITION + 1)), "keep", True),
+        (packed(Close(SESSION, 3, 17, (TALLY,)))[:-9], "Close of 34 bytes is truncated", True),
+    ],
+    ids=[
+        *("rows", "position", "dtype", "dimensions", "shape", "payload", "header", "logits"),
+        *("gap", "resume", "fault", "close", "tally"),
+    ],
+)
+def test_invalid_content_names_the_session_that_it_ends(
+    encoded: bytes, words: str, is_close: bool
+) -> None:
+    with pytest.raises(MalformedMessage, match=words) as caught:
+        decode(encoded)
+
+    text = str(caught.value)
+    assert caught.value.message == Malformed(SESSION, 3, text, is_close=is_close)
+
+
+@pytest.mark.parametrize(
+    "encoded",
+    [
+        b"\x03",
+        b"\x04" + packed(DATA)[1:],
+        packed(DATA)[:34],
+        packed(replace(KV_ROWS, split=4)),
+        packed(Hello(NodeId(bytes(32)), 3, Digest(bytes(32)), GroupId(b"ring")))[:-1],
+    ],
+    ids=["no kind", "another version", "no fixed fields", "KV rows", "hello"],
+)
+def test_other_malformed_bytes_end_the_link(encoded: bytes) -> None:
+    with pytest.raises(PeerFault) as caught:
+        decode(encoded)
+
+    assert not isinstance(caught.value, MalformedMessage)
 
 
 def test_a_long_text_is_truncated_between_characters() -> None:

@@ -1,5 +1,6 @@
 """Rank 0's side of a generation: chunks out, rows back, tokens once."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -32,6 +33,7 @@ from meshllm.protocol.session.messages import (
     Flags,
     Forward,
     Gap,
+    Malformed,
     Resume,
     SessionMessage,
     Spent,
@@ -370,6 +372,27 @@ def test_a_fault_ends_the_generation_and_reports_its_rank(code: FaultCode) -> No
         Failed(code, "no memory", 2, is_seen=False),
         Forward(Close(SESSION, EPOCH)),
     ]
+
+
+def prefilling() -> Entry:
+    entry = Entry(TASK, PACE)
+    entry.open(0.0)
+    return entry
+
+
+@pytest.mark.parametrize("begin", [prefilling, decoding])
+def test_an_invalid_message_ends_the_generation_and_is_counted_by_its_link(
+    begin: Callable[[], Entry],
+) -> None:
+    entry = begin()
+    message = Malformed(SESSION, EPOCH, "Blob of unknown dtype 99")
+
+    assert entry.receive(replace(message, epoch=EPOCH - 1), 2.0) == []
+    assert entry.receive(message, 2.0) == [
+        Failed(FaultCode.RULES, "Blob of unknown dtype 99", 2, is_seen=False),
+        Forward(Close(SESSION, EPOCH)),
+    ]
+    assert entry.receive(message, 2.1) == []
 
 
 def test_a_failure_of_this_rank_ends_the_generation() -> None:

@@ -6,6 +6,8 @@ from meshllm.errors import PeerFault
 from meshllm.names import Digest, NodeId, SessionId
 from meshllm.protocol.session.link import (
     BEAT,
+    MALFORMED_S,
+    MAX_MALFORMED,
     MEASURE,
     SILENCE,
     Deliver,
@@ -14,12 +16,24 @@ from meshllm.protocol.session.link import (
     NeighbourLink,
     Send,
 )
-from meshllm.protocol.session.messages import Beat, Cancel, Hello, Message, UnknownRingMessage
+from meshllm.protocol.session.messages import (
+    Beat,
+    Cancel,
+    Hello,
+    Malformed,
+    Message,
+    UnknownRingMessage,
+)
 
 PLAN = Digest(bytes(32))
 OURS = Hello(NodeId(b"a" * 32), 3, PLAN)
 THEIRS = Hello(NodeId(b"b" * 32), 3, PLAN)
 CANCEL = Cancel(SessionId(bytes(16)), 3, 1)
+
+
+def malformed(number: int = 0, *, is_close: bool = False) -> Malformed:
+    """An invalid message of one of many sessions."""
+    return Malformed(SessionId(bytes([number] * 16)), 3, "Message with 0 rows", is_close=is_close)
 
 
 def opened(now: float = 10.0) -> NeighbourLink:
@@ -63,6 +77,40 @@ def test_an_unknown_message_is_a_sign_of_life_and_is_dropped() -> None:
     assert not any(isinstance(action, Lost) for action in link.expire(10.0 + SILENCE))
 
 
+def test_an_invalid_message_is_delivered_once_for_its_session_and_for_its_close() -> None:
+    link = opened(now=10.0)
+
+    for message in (malformed(1), malformed(1, is_close=True), malformed(2)):
+        assert link.receive(message, 10.1) == [Deliver(message)]
+        assert link.receive(message, 10.2) == []
+    assert link.receive(CANCEL, 10.3) == [Deliver(CANCEL)]
+    assert link.state is LinkState.OPEN
+
+
+def test_invalid_messages_of_ever_more_sessions_end_the_link() -> None:
+    link = opened(now=10.0)
+    for number in range(MAX_MALFORMED):
+        link.receive(malformed(number), 10.0)
+        link.receive(malformed(number), 10.1)  # a repetition does not count
+
+    with pytest.raises(PeerFault, match=r"More than 16 invalid messages .*: Message with 0 rows"):
+        link.receive(malformed(MAX_MALFORMED), 11.0)
+
+    assert link.receive(CANCEL, 11.1) == []
+
+
+def test_invalid_messages_are_forgotten_after_a_while() -> None:
+    link = opened(now=10.0)
+    for number in range(MAX_MALFORMED):
+        link.receive(malformed(number), 10.0 + number)
+
+    message = malformed(MAX_MALFORMED)
+
+    assert link.receive(message, 10.0 + MALFORMED_S) == [Deliver(message)]
+    with pytest.raises(PeerFault):
+        link.receive(malformed(0), 10.5 + MALFORMED_S)
+
+
 def test_silence_is_loss() -> None:
     link = opened(now=10.0)
 
@@ -94,8 +142,8 @@ def test_every_message_is_a_sign_of_life() -> None:
     assert not any(isinstance(action, Lost) for action in actions)
 
 
-@pytest.mark.parametrize("message", [CANCEL, Beat(1, 0, 0)])
-def test_anything_before_hello_is_refused(message: Message) -> None:
+@pytest.mark.parametrize("message", [CANCEL, Beat(1, 0, 0), malformed()])
+def test_anything_before_hello_is_refused(message: Message | Malformed) -> None:
     link = NeighbourLink(OURS)
     link.open(10.0)
 

@@ -21,6 +21,7 @@ from meshllm.protocol.session.messages import (
     Forward,
     Gap,
     Logits,
+    Malformed,
     Resume,
     SessionMessage,
     Spent,
@@ -85,6 +86,52 @@ def test_output_is_forwarded_under_the_same_header() -> None:
 
     assert actions == [Forward(replace(data(4), blob=out))]
     assert not Forward(data(4)).control
+
+
+MALFORMED = Malformed(ONE, EPOCH, "Message with 0 rows")
+INVALID = Forward(
+    Fault(
+        *(ONE, EPOCH, FaultCode.RULES, 1),
+        "The previous rank sent an invalid message: Message with 0 rows",
+    )
+)
+
+
+def test_an_invalid_message_ends_its_session_and_no_other() -> None:
+    stage = filled(4)
+    stage.receive(data(0, session=TWO), 0.5)
+
+    assert stage.receive(MALFORMED, 1.0) == [Free(ONE), INVALID]
+    assert stage.receive(data(4), 1.1) == []
+    assert stage.computed(TWO, blob(1), 1.2, SPENT) == [Forward(data(0, session=TWO))]
+    assert stage.receive(data(1, session=TWO), 1.3) == [compute(1, 1, 1, TWO)]
+
+
+def test_an_invalid_message_is_reported_once_and_passes_the_close_on() -> None:
+    stage = middle()
+
+    assert stage.receive(MALFORMED, 1.0) == [INVALID]  # it may be the first one of its session
+    assert stage.receive(MALFORMED, 1.1) == []
+    assert stage.receive(data(0), 1.2) == []
+    closed = Forward(Close(ONE, EPOCH, 0, (NO_TALLY,)))
+    assert stage.receive(Close(ONE, EPOCH, 4), 1.3) == [closed]
+
+
+def test_an_invalid_message_of_an_older_epoch_is_dropped() -> None:
+    assert filled(4).receive(replace(MALFORMED, epoch=EPOCH - 1), 1.0) == []
+
+
+def test_an_invalid_close_frees_the_cache_here_and_on_the_following_ranks() -> None:
+    stage, following = filled(4), Stage(2, 3, epoch=EPOCH)
+    following.receive(data(0), 0.5)
+
+    freed, close = stage.receive(replace(MALFORMED, is_close=True), 1.0)
+
+    assert freed == Free(ONE)
+    assert isinstance(close, Forward)
+    assert isinstance(close.message, Close)
+    assert (close.message.keep, len(close.message.tallies)) == (0, 1)
+    assert following.receive(close.message, 1.1)[0] == Free(ONE)
 
 
 def narrow(rows: int) -> Stage:
