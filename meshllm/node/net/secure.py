@@ -29,6 +29,7 @@ from meshllm.protocol.trust.handshake import (
     Own,
     Purpose,
     SendHandshake,
+    UnknownClaim,
 )
 from meshllm.protocol.trust.ticket import TicketProof
 from meshllm.protocol.trust.transcript import Fresh, OtherVersion
@@ -235,9 +236,9 @@ async def secure_accept(link: Link, own: Own, admission: AdmissionPolicy) -> Sec
                 raise _early(message)
             try:
                 actions = listener.receive(bytes(message))
-            except OtherVersion as other:
-                if other.answer:
-                    await link.send([other.answer], Channel.CONTROL)
+            except (OtherVersion, UnknownClaim) as refusal:
+                if refusal.answer:
+                    await link.send([refusal.answer], Channel.CONTROL)
                 raise
             for action in actions:
                 match action:

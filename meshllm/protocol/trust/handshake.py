@@ -36,7 +36,8 @@ The first byte is the major version. A dialer that knows the PSK but speaks anot
 ours, and both sides report the mismatch. Once a member was removed, only holders of tickets receive
 it, since the mesh id proves nothing then. Within a major version, each side declares its minor
 version and `Features`, encrypted and signed, so that a man in the middle cannot remove any. A side
-never receives what it did not declare, and ignores appended fields that it does not know.
+never receives what it did not declare, and ignores appended fields that it does not know. A purpose
+or role that a later version has added is refused like a ticket, with the reason: `UnknownClaim`.
 
 What each side reveals, in this order. A dialer receives no byte, and the listener closes the link,
 if it has no valid PSK, such as one with an expired ticket, or that of members and no membership.
@@ -123,6 +124,15 @@ _NEXT = {  # transition on a message; in START only a listener receives one
     HandshakeState.PROVEN: HandshakeState.OPEN,
 }
 _ENDS = {HandshakeState.OPEN, HandshakeState.GONE}
+
+
+class UnknownClaim(NotAuthorised):
+    """A dialer claims what only a later version knows; this ends its link, and no other of it."""
+
+    def __init__(self, message: str, answer: bytes) -> None:
+        super().__init__(message)
+        self.answer = answer
+        """The last message to the dialer, which has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,6 +343,7 @@ class HandshakeListener:
 
         Raises:
             PeerFault: it violates the protocol.
+            UnknownClaim: see there; its ``answer`` is yet to be sent.
             NotAuthorised: the dialer is not a member and knows no open ticket.
         """
         if self.state in _ENDS:
@@ -371,8 +382,15 @@ class HandshakeListener:
         """Refuse the dialer, and send it the reason, one line."""
         assert self._judged is not None, "no decision is pending"
         self._judged, self.state = None, HandshakeState.GONE
+        return SendHandshake(self._refusal(why))
+
+    def _refusal(self, why: str) -> bytes:
         line = why.encode(errors="ignore")[:MAX_REFUSAL]
-        return SendHandshake(self._transcript.seal("listener", bytes([_REFUSED]) + line))
+        return self._transcript.seal("listener", bytes([_REFUSED]) + line)
+
+    def _unknown(self, what: str) -> UnknownClaim:
+        why = f"{what} is unknown to the dialled node; a newer version of meshllm may know it"
+        return UnknownClaim(why, self._refusal(why))
 
     def _answer(self, message: bytes) -> SendHandshake:
         transcript = self._transcript
@@ -400,9 +418,9 @@ class HandshakeListener:
             raise PeerFault(f"Claim of {len(payload)} bytes; expected {_CLAIM.size}")
         purpose, instance, _, features = _CLAIM.unpack_from(payload)
         if purpose not in set(Purpose):
-            raise PeerFault(f"Link with unknown purpose {purpose}")
+            raise self._unknown(f"Purpose {purpose} of a link")
         shown = payload[_CLAIM.size :][: _TICKET.size]
-        proof = self._shown_by(peer) or _read_proof(shown, digest + peer)
+        proof = self._shown_by(peer) or self._read_proof(shown, digest + peer)
         self._judged = Judge(peer, proof, instance, Purpose(purpose), Features(features))
         return self._judged
 
@@ -414,14 +432,13 @@ class HandshakeListener:
             raise PeerFault(f"Node `{short(peer)}` introduced itself as `{short(introduced)}`")
         return credential
 
-
-def _read_proof(shown: bytes, context: bytes) -> TicketProof:
-    if len(shown) != _TICKET.size:
-        raise PeerFault(f"Proof of a ticket of {len(shown)} bytes; expected {_TICKET.size}")
-    role, mac = _TICKET.unpack(shown)
-    if role >= len(_ROLES):
-        raise PeerFault(f"Ticket for unknown role {role}")
-    return TicketProof(_ROLES[role], mac, context)
+    def _read_proof(self, shown: bytes, context: bytes) -> TicketProof:
+        if len(shown) != _TICKET.size:
+            raise PeerFault(f"Proof of a ticket of {len(shown)} bytes; expected {_TICKET.size}")
+        role, mac = _TICKET.unpack(shown)
+        if role >= len(_ROLES):
+            raise self._unknown(f"Role {role} of a ticket")
+        return TicketProof(_ROLES[role], mac, context)
 
 
 def _count(received: int, message: bytes) -> int:

@@ -91,7 +91,7 @@ def parse_ticket(text: str) -> Ticket:
     """Parse a ticket, ignoring white space and quotes added by copying.
 
     Raises:
-        UserError: it is mistyped, truncated, or of another version.
+        UserError: it is mistyped, truncated, of another version, or for a role of a later one.
     """
     word = "".join(text.split()).strip(_QUOTES).lower()
     if not word.startswith(PREFIX) or len(word) > _MAX_CHARACTERS:
@@ -105,7 +105,7 @@ def parse_ticket(text: str) -> Ticket:
     try:
         data = base64.b32decode(digits.upper() + "=" * (-len(digits) % 8))
         ticket = _read(data[:-_CHECK_BYTES], data[-_CHECK_BYTES:])
-    except (binascii.Error, ValueError, IndexError):
+    except (binascii.Error, ValueError):
         raise _mistyped() from None
     if ticket.encode() != word:  # the padding bits of base32 are not canonical
         raise _mistyped()
@@ -116,6 +116,11 @@ def _read(body: bytes, checksum: bytes) -> Ticket:
     if len(body) < _HEAD.size or checksum != _checksum(body):
         raise ValueError
     inviter, role, expires_s, secret = _HEAD.unpack_from(body)
+    if role >= len(_ROLES):
+        raise UserError(
+            f"Role {role} of this ticket is unknown to this version of meshllm",
+            hint="a newer version may know it: update meshllm, or ask for a ticket of another role",
+        )
     addresses, place = [], _HEAD.size
     while place < len(body):
         stop = place + 1 + body[place]

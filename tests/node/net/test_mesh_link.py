@@ -5,11 +5,11 @@ import logging
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from meshllm.errors import LinkLost
+from meshllm.errors import LinkLost, NotAuthorised
 from meshllm.names import NodeId
 from meshllm.node.net import mesh_link as module
 from meshllm.node.net.peer_address import Local
@@ -400,6 +400,22 @@ def test_only_nodes_open_ring_links(run: Run) -> None:
         assert [each.peer for each in a.rings] == [b.me]
         assert (link.purpose, a.rings[0].purpose) == (Purpose.RING, Purpose.RING)
         assert (a.peers, b.peers) == ({b.me}, {a.me})
+
+    run(story)
+
+
+def test_a_link_for_a_purpose_of_a_later_version_is_refused_and_no_other(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a, b = await pair(town)
+        ring = await b.links.dial_ring(a.me)
+
+        with pytest.raises(NotAuthorised, match="Purpose 9 of a link is unknown to the dialled"):
+            await b.links._dial_member(a.me, cast("Purpose", 9))
+
+        await asyncio.sleep(SILENCE + 1)
+        assert (a.peers, b.peers) == ({b.me}, {a.me})
+        await ring.send([b"rows"])
+        assert await a.rings[0].receive() == (Channel.DATA, b"rows")
 
     run(story)
 

@@ -32,6 +32,7 @@ from meshllm.protocol.trust.handshake import (
     HandshakeState,
     Own,
     Purpose,
+    UnknownClaim,
 )
 from meshllm.protocol.trust.identity import NodeKey
 from meshllm.protocol.trust.ticket import TicketProof, guest_psk
@@ -504,16 +505,38 @@ def insider(own: Own = AS_MEMBER) -> tuple[HandshakeListener, Transcript]:
     ("claim", "words"),
     [
         (b"", "Claim of 0 bytes"),
-        (b"\x09" + bytes(17), "unknown purpose 9"),
         (b"\1" + bytes(17), "Proof of a ticket of 0 bytes"),
         (b"\1" + bytes(17) + bytes(32), "Proof of a ticket of 32 bytes"),
-        (b"\1" + bytes(17) + b"\2" + bytes(32), "unknown role 2"),
     ],
 )
 def test_a_malformed_claim_is_refused(claim: bytes, words: str) -> None:
     listener, transcript = insider(AS_JOINER)
 
     assert words in expect_end(listener, transcript.identify("dialer", GUEST, claim), PeerFault)
+
+
+@pytest.mark.parametrize(
+    ("own", "claim", "what"),
+    [
+        (AS_MEMBER, b"\x09" + bytes(17), "Purpose 9 of a link"),
+        (AS_JOINER, b"\x09" + bytes(17), "Purpose 9 of a link"),
+        (AS_JOINER, b"\1" + bytes(17) + b"\2" + bytes(32), "Role 2 of a ticket"),
+    ],
+    ids=["purpose", "purpose of a guest", "role"],
+)
+def test_what_only_a_later_version_knows_is_refused_with_the_reason(
+    own: Own, claim: bytes, what: str
+) -> None:
+    listener, transcript = insider(own)
+
+    with pytest.raises(UnknownClaim) as refused:
+        listener.receive(transcript.identify("dialer", GUEST, claim))
+
+    reason = f"{what} is unknown to the dialled node; a newer version of meshllm may know it"
+    assert str(refused.value) == reason
+    assert transcript.unseal("listener", refused.value.answer) == b"\0" + reason.encode()
+    assert listener.state is HandshakeState.GONE
+    assert listener.receive(b"?") == []
 
 
 @pytest.mark.parametrize("payload", [b"", b"\0\0", b"\x10\0" + bytes(16)])
