@@ -34,7 +34,7 @@ from meshllm.node.timer import loop_time
 from meshllm.protocol.kv_cache.admission import MAX_SESSIONS
 from meshllm.protocol.session.blob import session_key
 from meshllm.protocol.session.codec import decode, encode
-from meshllm.protocol.session.messages import Buffer, DType, KvOffer, KvRows
+from meshllm.protocol.session.messages import Buffer, DType, KvOffer, KvRows, UnknownRingMessage
 from meshllm.transport.contract import Link
 
 BLOCK_ROWS = 256
@@ -122,8 +122,9 @@ class KvSender:
     async def _sync(self) -> None:
         """Wait until the other side has taken all so far."""
         await self._link.send(encode(self._offer))
-        _, answer = await self._link.receive()
-        if not isinstance(decode(answer), KvOffer):
+        while isinstance(answer := decode((await self._link.receive())[1]), UnknownRingMessage):
+            pass  # of a later version
+        if not isinstance(answer, KvOffer):
             raise PeerFault("No answer to an offer of KV caches")
 
     async def _send(self, session: SessionId, stop: int) -> None:
@@ -261,6 +262,8 @@ class KvReceiver:
                     await link.send(encode(answer))
                 case KvRows() as rows if rows.layer in (layers if rows.split else (last,)):
                     await self._receive(rows)
+                case UnknownRingMessage():
+                    pass  # of a later version
                 case other:
                     raise PeerFault(f"{type(other).__name__} instead of rows of its own layers")
 

@@ -1,7 +1,7 @@
 """KV caches on the way from a node that leaves: what is sent, and what is taken."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -21,7 +21,15 @@ from meshllm.node.ring.kv_transfer import BLOCK_ROWS, FEW_ROWS, MOST_RECEIVED, K
 from meshllm.node.session.wire import sealed
 from meshllm.protocol.session.blob import seal, session_key
 from meshllm.protocol.session.codec import decode, encode
-from meshllm.protocol.session.messages import Beat, Buffer, DType, KvOffer, KvRows, Message
+from meshllm.protocol.session.messages import (
+    Beat,
+    Buffer,
+    DType,
+    KvOffer,
+    KvRows,
+    Message,
+    UnknownRingMessage,
+)
 from meshllm.testing.clock import InlineExecutor, run_virtual
 from meshllm.transport.contract import Channel, Link
 from meshllm_loopback import LoopbackTransport, Shape
@@ -29,6 +37,7 @@ from meshllm_loopback import LoopbackTransport, Shape
 ONE, OTHER = SessionId(b"1" * 16), SessionId(b"2" * 16)
 OFFER = KvOffer(NodeId(bytes(32)), 2, Digest(bytes(32)))
 ANSWER = replace(OFFER, node=NodeId(b"n" * 32))
+LATER = UnknownRingMessage(99, b"of a later version")
 LAYERS, LAST, CONTEXT = range(2, 4), 6, 4096
 HEADS, WIDTH, HIDDEN = 2, 8, 16
 ROW = HEADS * 2 * WIDTH * 4  # bytes
@@ -105,7 +114,7 @@ class Peer:
     rows: list[KvRows] = field(default_factory=list)
     on_offer: Callable[[int], None] = lambda _: None
     offers: int = 0
-    answer: Message = ANSWER
+    answers: Sequence[Message] = (ANSWER,)
 
     async def serve(self, link: Link) -> None:
         with suppress(LinkLost):
@@ -117,7 +126,8 @@ class Peer:
                         assert message == OFFER
                         self.on_offer(self.offers)
                         self.offers += 1
-                        await link.send(encode(self.answer))
+                        for answer in self.answers:
+                            await link.send(encode(answer))
 
     def ends(self, session: SessionId) -> list[tuple[int, int, int]]:
         """Return layer, first and last position of what came of a session."""
@@ -281,10 +291,14 @@ def test_time_between_two_passes_does_not_slow_the_link_down(
 
 
 def test_another_answer_than_an_offer_breaks_the_rules() -> None:
-    peer = Peer(answer=Beat(1, 0, 0))
+    peer = Peer(answers=[Beat(1, 0, 0)])
 
     with pytest.raises(PeerFault, match="No answer to an offer"):
         send(Rank({ONE: cache_of(4)}), peer)
+
+
+def test_what_a_later_version_sends_before_its_answer_is_skipped() -> None:
+    assert send(Rank({ONE: cache_of(4)}), Peer(answers=[LATER, LATER, ANSWER])) == 4
 
 
 # What is taken.
@@ -337,6 +351,13 @@ def test_rows_are_taken_before_an_offer_is_answered() -> None:
     assert keys.held[0, 0, :, 0].tolist() == [*range(7)]
     assert held.layers[3][0].used == 4
     assert held.sent[LAST].held.shape == (1, 4, HIDDEN)
+
+
+def test_what_a_later_version_sends_between_rows_is_skipped() -> None:
+    receiver, answers = take(LATER, OFFER, rows(), LATER, rows(2, 4, 3), OFFER)
+
+    assert [decode(each) for each in answers] == [ANSWER, ANSWER]
+    assert receiver.sessions[ONE].layers[2][0].used == 7
 
 
 NAN = torch.full((1, HEADS, 2, 2 * WIDTH), torch.nan)
