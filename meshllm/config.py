@@ -356,6 +356,11 @@ def cache_path() -> Path:
     return user_cache_path("meshllm", appauthor=False)
 
 
+def c_compiler() -> str | None:
+    """Return the C compiler that the environment names, by the usual variable."""
+    return os.environ.get("CC")
+
+
 def _working_folder() -> Path:
     try:
         return Path.cwd()

@@ -8,7 +8,6 @@ nothing waits.
 """
 
 import logging
-import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from shutil import which
@@ -16,6 +15,7 @@ from shutil import which
 import torch
 from torch import Tensor
 
+from meshllm.config import c_compiler
 from meshllm.errors import ModelError, UserError
 from meshllm.names import Quant
 
@@ -78,7 +78,7 @@ def missing_for_cuda_graphs() -> str | None:
     """Name what CUDA graphs lack on this machine, see `meshllm.model.steps.cuda_graph`."""
     if find_spec("triton") is None:
         return "Triton"
-    compilers = os.environ.get("CC"), which("gcc"), which("clang")  # as Triton looks for one
+    compilers = c_compiler(), which("gcc"), which("clang")  # as Triton looks for one
     return None if any(compilers) else "a C compiler"
 
 

@@ -159,6 +159,14 @@ def test_requirements_of_cuda_graphs_are_checked(
     assert module.missing_for_cuda_graphs() == lacking
 
 
+def test_a_c_compiler_can_be_named_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "find_spec", lambda name: name)
+    monkeypatch.setattr(module, "which", lambda _: None)
+    monkeypatch.setenv("CC", "/opt/cc")
+
+    assert module.missing_for_cuda_graphs() is None
+
+
 # Transfers
 
 
