@@ -40,6 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
     with lean():
         import meshllm.model.steps.runner
         import meshllm.testing.models  # noqa: F401
+        from meshllm.model.split.onemkl import warm_up_onemkl
+    warm_up_onemkl()  # tests run stock models, too
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

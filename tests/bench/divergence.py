@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from meshllm.bench.ring_table import DIMENSIONS
 from meshllm.model.modules.quantise import quantise
+from meshllm.model.split.onemkl import warm_up_onemkl
 from meshllm.model.split.skeleton import quiet
 from meshllm.names import Quant
 from tests.bench.quality import KINDS, WIRE, send_quantised
@@ -55,6 +56,7 @@ def build(name: str, layers: int | None) -> Any:
         config = type(config)(
             **config.to_dict() | {"num_hidden_layers": layers, "layer_types": None}
         )
+    warm_up_onemkl()
     with quiet():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     for module in model.modules():

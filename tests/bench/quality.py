@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from meshllm.model.modules.quantise import quantise
+from meshllm.model.split.onemkl import warm_up_onemkl
 from meshllm.model.split.skeleton import quiet
 from meshllm.model.wire.payload import from_payload, to_payload
 from meshllm.names import Quant
@@ -53,6 +54,7 @@ class Speaker:
 
     def __init__(self, kind: str) -> None:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(WEIGHTS, local_files_only=True)
+        warm_up_onemkl()
         with quiet():
             self.model: Any = AutoModelForCausalLM.from_pretrained(WEIGHTS, dtype="auto").eval()
         self.kind = kind

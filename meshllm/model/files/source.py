@@ -41,6 +41,7 @@ from meshllm.model.locate import (
     is_model_id,
     no_config,
 )
+from meshllm.model.split.onemkl import warm_up_onemkl
 from meshllm.model.split.skeleton import Part, build, check_causal, quiet, strip
 from meshllm.model.text.pooling import POOLING_CONFIGS
 from meshllm.names import Span
@@ -236,6 +237,7 @@ def load_stock(source: Source, dtype: torch.dtype | str) -> Any:
 
     With the config of the source, so that no kernel is used that the file of the config names.
     """
+    warm_up_onemkl()
     with quiet():
         return AutoModelForCausalLM.from_pretrained(
             source.folder,

@@ -19,6 +19,7 @@ from meshllm.model.parity.cases import RingSession, WholeSession
 from meshllm.model.parity.verdict import Verdict
 from meshllm.model.pauses import pause
 from meshllm.model.split.anatomy import PROBE_ERRORS
+from meshllm.model.split.onemkl import warm_up_onemkl
 from meshllm.model.split.shard import Shard
 from meshllm.model.split.skeleton import Part, Skeleton, build, quiet
 from meshllm.model.steps.load import load_shard
@@ -81,6 +82,7 @@ def random_model(
     config: PreTrainedConfig, dtype: torch.dtype
 ) -> Iterator[tuple[nn.Module, Source]]:
     """Build a model with random weights, saved in a temporary folder."""
+    warm_up_onemkl()
     with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]), quiet():
         torch.manual_seed(0)
         with lean():

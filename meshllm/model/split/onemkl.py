@@ -16,6 +16,7 @@ prompt with other bits than the rest. A call with a single number uses a single 
 
 import logging
 import os
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -29,9 +30,14 @@ FUNCTIONS = (
 )  # fmt: skip
 
 
+@cache
 @torch.inference_mode()
 def warm_up_onemkl() -> None:
-    """Enable reproducible products and call each function once; it takes some milliseconds."""
+    """Enable reproducible products and call each function, once per process; takes milliseconds.
+
+    Whatever computes first calls it: building or loading a model, stock ones too, and the compute
+    thread when it starts.
+    """
     os.environ.setdefault("MKL_CBWR", "AUTO")
     for dtype in (torch.float32, torch.float64):
         one = torch.full((1,), 0.5, dtype=dtype)
@@ -40,7 +46,7 @@ def warm_up_onemkl() -> None:
     if has_onemkl() and rounds_by_alignment():
         log.warning(
             "oneMKL products depend on the alignment of matrices, so shards of a float32 model may"
-            " differ from the whole by about 1e-6: set `MKL_CBWR=AUTO`, or import meshllm before"
+            " differ from the whole by about 1e-6: set `MKL_CBWR=AUTO`, or load a model before"
             " torch's first product"
         )
 

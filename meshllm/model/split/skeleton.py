@@ -20,8 +20,6 @@ from meshllm.model.split.onemkl import warm_up_onemkl
 from meshllm.model.split.stubs import EndStub, LayerStub
 from meshllm.names import Span
 
-warm_up_onemkl()  # on import: before any model runs, stock ones too
-
 MAX_ANATOMIES = 64
 _ANATOMIES = dict[tuple[type, str], Anatomy]()  # by class and config: a third of a build
 
@@ -86,6 +84,7 @@ def build(config: Any, dtype: torch.dtype, attention: str | None = None) -> Skel
     Raises:
         ModelError: transformers has no causal language model for this config, or cannot build it.
     """
+    warm_up_onemkl()
     kind, config = _choose(copy.deepcopy(config))
     if attention is not None:
         config._attn_implementation = attention

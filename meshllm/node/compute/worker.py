@@ -28,6 +28,7 @@ import torch
 from meshllm.model.kernels.jit import jit_available
 from meshllm.model.pauses import pausing
 from meshllm.model.shape import reclaim
+from meshllm.model.split.onemkl import warm_up_onemkl
 from meshllm.node.compute.allowance import Allowance
 from meshllm.node.timer import loop_time
 from meshllm.protocol.ring.hang import HangLimits
@@ -267,6 +268,7 @@ async def compute_thread(threads: int = 1) -> AsyncIterator[Worker]:
         jit_available()  # else torch must not compile kernels, either
         torch.set_num_threads(threads)
         torch.set_grad_enabled(False)
+        warm_up_onemkl()
 
     executor = ThreadPoolExecutor(1, thread_name_prefix="compute", initializer=begin)
     before = torch.get_num_threads()  # torch applies what a thread sets to later threads

@@ -50,6 +50,18 @@ async def test_an_error_reaches_the_caller() -> None:
         assert await worker.run(lambda: 2) == 2
 
 
+async def test_onemkl_is_warmed_up_before_anything_is_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr("meshllm.node.compute.worker.warm_up_onemkl", lambda: calls.append("warm"))
+
+    async with compute_thread() as worker:
+        await worker.run(calls.append, "work")
+
+    assert calls == ["warm", "work"]
+
+
 async def test_the_number_of_threads_is_measured_and_then_used() -> None:
     before = torch.get_num_threads()
     async with compute_thread(2) as worker:
