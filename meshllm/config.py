@@ -49,6 +49,11 @@ _RANGES: dict[str, tuple[float, float]] = {
 }
 PATHS = frozenset({"state", "key_file", "tls_cert", "tls_key", "trace"})
 """Settings that name a file or a folder."""
+_LIBRARIES = (
+    *("ATEN_", "TORCH_", "MKL_", "ONEDNN_", "DNNL_"),
+    *("OMP_", "GOMP_", "KMP_", "LD_", "CUDA_", "HIP_"),
+)
+"""Prefixes of the variables of torch, BLAS, OpenMP, the loader and GPUs."""
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True} | {
     "0": False, "false": False, "no": False, "off": False,
 }  # fmt: skip
@@ -359,6 +364,15 @@ def cache_path() -> Path:
 def c_compiler() -> str | None:
     """Return the C compiler that the environment names, by the usual variable."""
     return os.environ.get("CC")
+
+
+def library_environment() -> tuple[str, ...]:
+    """Return the variables by which the libraries that compute are configured, as NAME=VALUE."""
+    return tuple(
+        f"{name}={value}"
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_LIBRARIES)
+    )
 
 
 def _working_folder() -> Path:

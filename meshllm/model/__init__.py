@@ -1,3 +1,15 @@
 """Models: synchronous code over torch and transformers."""
 
-__all__ = ["capacity", "device", "lean", "locate", "pages", "pauses", "sampling", "shape", "timing"]
+__all__ = [
+    "capacity",
+    "device",
+    "hardware",
+    "json_cache",
+    "lean",
+    "locate",
+    "pages",
+    "pauses",
+    "sampling",
+    "shape",
+    "timing",
+]

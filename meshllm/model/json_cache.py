@@ -54,10 +54,14 @@ def store_cached(folder: Path, value: Any, *key: str | float) -> None:
         log.info("cannot write `%s`: %s", record, error)
 
 
-@cache
 def model_code() -> str:
     """Hash the code of `meshllm.model`, for keys of what was tested: a checkout has one version."""
-    root = Path(__file__).parent
+    return hash_code(Path(__file__).parent)
+
+
+@cache
+def hash_code(root: Path) -> str:
+    """Hash the modules of a package."""
     files = [(str(each.relative_to(root)), each.read_bytes()) for each in root.rglob("*.py")]
     return blake3(repr(sorted(files)).encode()).hexdigest(16)
 

@@ -66,7 +66,11 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class CachedShape:
-    """The cached shape of a model, readable without torch."""
+    """The cached shape of a model, readable without torch.
+
+    The first command that needs a shape measures it with torch: which tensors belong to a layer,
+    and what a token adds to its cache, is known to the code of the model only, which runs on meta.
+    """
 
     folder: Path
     """Of the model."""

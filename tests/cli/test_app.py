@@ -33,6 +33,32 @@ def test_the_command_line_imports_nothing_heavy() -> None:
     assert HEAVY.isdisjoint(json.loads(told.stdout))
 
 
+WITHOUT_GPU = """
+import os, sys
+os.getloadavg = lambda: (0, 0, 0)
+from meshllm.model import hardware
+hardware.may_have_gpu = lambda: False
+from meshllm.cli.app import main
+sys.argv = ["meshllm", *sys.argv[1:]]
+try: main()
+finally: print(sorted({"torch", "transformers"} & set(sys.modules)), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("words", ["doctor", "model show builtin"])
+def test_what_was_computed_before_is_told_without_torch(tmp_path: Path, words: str) -> None:
+    home = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    command = [sys.executable, "-c", WITHOUT_GPU, *words.split()]
+    runs = [
+        subprocess.run(command, check=True, env=home, capture_output=True, text=True)
+        for _ in range(2)
+    ]
+
+    first, again = (run.stderr.splitlines()[-1] for run in runs)
+    assert (first, again) == ("['torch', 'transformers']", "[]")
+    assert "builtin" in runs[1].stdout
+
+
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="spinning is limited on x86-64 only")
 def test_idle_threads_stop_spinning() -> None:
     code = """

@@ -16,10 +16,11 @@ from meshllm.cli.commands.serving import Model
 from meshllm.cli.shared.local import import_heavy
 from meshllm.cli.shared.options import Json, settings, takes
 from meshllm.cli.terminal import render
-from meshllm.config import Scalar, Settings
+from meshllm.config import Scalar, Settings, cache_path
 from meshllm.errors import MeshError, ModelError, UserError
 from meshllm.local_files import stat_all
 from meshllm.model.locate import fetched
+from meshllm.model.shape import ModelShape
 from meshllm.names import Quant, Span, counted
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
     from meshllm.model.parity.check import ParityReport
     from meshllm.model.parity.verdict import Verdict
-    from meshllm.model.shape import ModelShape
 
 CONTEXT = 4096  # tokens of KV cache assumed for one session
 
@@ -56,6 +56,19 @@ class _Installed:
     folder: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """What torch says of a model on this machine."""
+
+    shape: ModelShape
+    folder: str
+    device: str
+    engine: str
+    """How it would be run there, as a line."""
+    execution: object
+    """The same, as fields."""
+
+
 @app.command("list")
 def list_(as_json: Json = False) -> None:
     """List the models on this machine."""
@@ -71,42 +84,28 @@ def list_(as_json: Json = False) -> None:
 @takes("dtype")
 def show(model: Model, as_json: Json = False, **flags: Scalar) -> None:
     """Show the sizes of a model and what fits on this machine."""
+    from meshllm.cli.shared.model_record import ModelRecord
+    from meshllm.model.shape import free_memory
+
     chosen = settings(flags)
-    with _loading(f"reading {model}"):
-        import torch
-
-        from meshllm.model.capacity import shape_of
-        from meshllm.model.device import CPU, choose, refused_gpu
-        from meshllm.model.files.loader import list_weights
-        from meshllm.model.files.source import resolve
-        from meshllm.model.shape import free_memory
-        from meshllm.model.steps.execution import forecast
-
-        source = resolve(model)
-        list_weights(source.folder)  # a config without weights is not a model
-        shape = shape_of(source, _dtype(chosen))
-        free = free_memory()
-        dtype: torch.dtype = getattr(torch, shape.dtype)
-        quant = Quant(chosen.quant)
-        try:
-            device = choose(chosen.device, dtype, quant)
-            refusal = refused_gpu(chosen.device, dtype, quant)
-        except MeshError as error:  # the sizes are known all the same
-            device, refusal = CPU, str(error)
-        execution = forecast(source.config, dtype, device, quant).instead_of_gpu(refusal)
+    record = ModelRecord("model show", model, chosen)
+    if (known := record.read(_Measured)) is None:
+        with _loading(f"reading {model}"):
+            known = _measure(model, chosen)
+        record.write(known)
+    shape, free = known.shape, free_memory()
     fitting = _fitting(shape, free)
     if as_json:
-        tokens = min(CONTEXT, shape.context)
         here = {
             "free_bytes": free,
-            "context": tokens,
+            "context": min(CONTEXT, shape.context),
             "layers_with_ends": fitting,
-            "device": str(device),
-            "execution": asdict(execution),
+            "device": known.device,
+            "execution": known.execution,
         }
-        render.dump({**asdict(shape), "folder": str(source.folder), "here": here})
+        render.dump({**asdict(shape), "folder": known.folder, "here": here})
         return
-    engine = f"{'CPU' if device == CPU else 'GPU'} engine", str(execution)
+    engine = f"{'CPU' if known.device == 'cpu' else 'GPU'} engine", known.engine
     render.out(_facts(shape, free, fitting, engine))
 
 
@@ -237,7 +236,31 @@ def _loading(text: str) -> Iterator[None]:
         yield
 
 
-def _fitting(shape: "ModelShape", free: int) -> int:
+def _measure(model: str, chosen: Settings) -> _Measured:
+    import torch
+
+    from meshllm.model.capacity import shape_of
+    from meshllm.model.device import CPU, choose, refused_gpu
+    from meshllm.model.files.loader import list_weights
+    from meshllm.model.files.source import resolve
+    from meshllm.model.steps.execution import forecast
+
+    source = resolve(model)
+    list_weights(source.folder)  # a config without weights is not a model
+    shape = shape_of(source, _dtype(chosen), cache=cache_path())
+    dtype: torch.dtype = getattr(torch, shape.dtype)
+    quant = Quant(chosen.quant)
+    try:
+        device = choose(chosen.device, dtype, quant)
+        refusal = refused_gpu(chosen.device, dtype, quant)
+    except MeshError as error:  # the sizes are known all the same
+        device, refusal = CPU, str(error)
+    execution = forecast(source.config, dtype, device, quant).instead_of_gpu(refusal)
+    folder = str(source.folder)
+    return _Measured(shape, folder, str(device), str(execution), asdict(execution))
+
+
+def _fitting(shape: ModelShape, free: int) -> int:
     """Count the first layers that fit together with the ends and one session's KV cache."""
     from meshllm.protocol.planning.problem import HEADROOM_PERCENT
 
@@ -297,7 +320,7 @@ def _hint(report: "ParityReport") -> str:
     return "run it with `--nodes 1`, or rule out rounding with `--dtype float32`"
 
 
-def _facts(shape: "ModelShape", free: int, fitting: int, engine: tuple[str, str]) -> str:
+def _facts(shape: ModelShape, free: int, fitting: int, engine: tuple[str, str]) -> str:
     sizes = sorted({render.bytes_of(size) for size in shape.layer_bytes})
     weights = sum(shape.layer_bytes) + shape.embed_bytes + shape.head_bytes
     whole = "all" if fitting == shape.layers else f"{fitting} of {shape.layers}"

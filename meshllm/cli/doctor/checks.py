@@ -1,4 +1,4 @@
-"""The checks of `meshllm doctor`, one function each."""
+"""The checks of `meshllm doctor`, one function each; imports no torch, except for a model."""
 
 import os
 import platform
@@ -6,30 +6,26 @@ import shutil
 import stat
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]  # ships no types
-import torch
-from blake3 import blake3
 
 import meshllm
 from meshllm.cli.doctor.finding import Finding, Verdict
 from meshllm.cli.doctor.netchecks import check_listening, check_network, check_ports
 from meshllm.cli.ring.status import MAX_SKEW_S, clean, ms, skewed_clocks
 from meshllm.cli.shared.client import socket_path, start_command
+from meshllm.cli.shared.local import import_heavy
+from meshllm.cli.shared.model_record import ModelRecord
 from meshllm.cli.shared.units import listed
 from meshllm.cli.terminal.render import bytes_of
-from meshllm.config import TRANSPORTS, Settings, cache_path, change, state_path
-from meshllm.errors import LinkLost, MeshError, ModelError
+from meshllm.config import TRANSPORTS, Settings, change, state_path
+from meshllm.errors import LinkLost, MeshError
 from meshllm.local_files import stat_all
-from meshllm.model import device
-from meshllm.model.files.manifest import manifest
-from meshllm.model.files.source import resolve, stored_dtype
-from meshllm.model.parity.verdict import known_verdicts
-from meshllm.model.text.tokenizer import Text
-from meshllm.names import Quant, counted, show
+from meshllm.model.hardware import uses_cpu
+from meshllm.names import counted, show
 from meshllm.node.membership.state_store import StateStore
 from meshllm.status import MeshStatus, NodeState, NodeStatus, RingState
 from meshllm.transport.registry import Registry
@@ -39,6 +35,15 @@ SILENCE_S = 3.0  # s of silence after which a peer counts as lost
 DRIVER = Path("/proc/driver/nvidia")  # exists with a GPU, whether torch can use it or not
 FREE_BYTES = 4 << 20  # on the disk of the state folder; its files have less than 1 MiB
 LOW_MEMORY_BYTES = 1 << 30  # with less free memory no useful span fits
+
+_WITH_TORCH = "meshllm.cli.doctor.modelchecks"
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What was found of a model."""
+
+    findings: tuple[Finding, ...]
 
 
 def examine(
@@ -61,13 +66,10 @@ def examine(
         yield from check_clocks(report.nodes)
         yield from (check_peer(each, report.version) for each in report.nodes if not each.is_self)
     yield check_memory(psutil.virtual_memory().available)
-    yield check_load(os.getloadavg()[0], psutil.cpu_count() or 1)
+    yield check_load(os.getloadavg()[0], _cores())
     yield check_device(chosen.device)
     for name in listed(chosen.model) or (chosen.model,):
-        yield (model := check_model(name))
-        if model.verdict != "fail":
-            yield check_weights(name, cache_path())
-            yield check_execution(change(chosen, {"model": name}))
+        yield from check_whole_model(change(chosen, {"model": name}))
     yield from check_transports(transports, Registry.discover())
     parts = (f"{name} {version(name)}" for name in ("torch", "transformers"))
     found = ", ".join(
@@ -209,80 +211,47 @@ def check_load(load: float, cores: int) -> Finding:
 
 def check_device(wanted: str) -> Finding:
     """Report the device that a float32 model would use, and a GPU that torch cannot use."""
-    try:
-        found = device.choose(wanted, torch.float32)
-    except MeshError as error:
-        return Finding("fail", "device", str(error), error.hint or "")
-    if found != device.CPU:
-        gpu = f"{device.name_of(found)}, {bytes_of(device.free_bytes(found))} free"
-        if lacking := device.missing_for_cuda_graphs():
-            return Finding("warn", "device", f"{gpu}, slow without {lacking}", "install it")
-        return Finding("ok", "device", gpu)
+    if not uses_cpu(wanted):
+        import_heavy(_WITH_TORCH)
+        from meshllm.cli.doctor.modelchecks import check_gpu
+
+        if found := check_gpu(wanted):
+            return found
     if wanted == "auto" and DRIVER.exists():
-        idle = f"cpu: torch {torch.__version__} cannot use the GPU of this machine"
+        idle = f"cpu: torch {version('torch')} cannot use the GPU of this machine"
         return Finding("warn", "device", idle, "install a build of torch for it from pytorch.org")
     return Finding("ok", "device", "cpu")
 
 
-def check_model(name: str) -> Finding:
-    """Check that the model is on this machine and that its type can be split."""
+def check_whole_model(chosen: Settings) -> Iterator[Finding]:
+    """Check model, weights and execution.
+
+    What was ok is kept, see `ModelRecord`; not on a busy machine, on which fewer threads are fast.
+    """
     try:
-        source = resolve(name)
+        record = ModelRecord("doctor", chosen.model, chosen)
     except MeshError as error:
-        return Finding("fail", "model", str(error), error.hint or "")
-    kind = source.config.model_type
-    verdict = known_verdicts().get(kind)
-    if verdict is None:
-        advice = f"run `meshllm model verify {name}`"
-        return Finding("warn", "model", f"{name}: `{kind}` was not verified", advice)
-    if not verdict.equal:
-        return Finding("fail", "model", f"{name}: `{kind}` cannot be split: {verdict.reason}")
-    try:
-        Text.load(source.folder)
-    except ModelError as error:
-        return Finding("warn", "model", f"{error}; it cannot be the entry", error.hint or "")
-    return Finding("ok", "model", f"{name}: `{kind}` is bit-equal when split")
+        yield Finding("fail", "model", str(error), error.hint or "")
+        return
+    if known := record.read(_Known):
+        yield from known.findings
+        return
+    import_heavy(_WITH_TORCH)
+    from meshllm.cli.doctor.modelchecks import examine_model
+
+    findings = tuple(examine_model(chosen))
+    if all(each.verdict == "ok" for each in findings) and not is_busy():
+        record.write(_Known(findings))
+    yield from findings
 
 
-def check_weights(name: str, cache: Path) -> Finding:
-    """Hash the weights as a node does before it serves; equal digests mean equal weights."""
-    try:
-        parts = manifest(resolve(name), cache)
-    except MeshError as error:
-        return Finding("fail", "weights", str(error), error.hint or "")
-    digest = blake3(b"".join(parts)).hexdigest()[:12]
-    if absent := sum(not any(part) for part in parts):
-        found = f"{digest}, {absent} of {len(parts)} parts are missing on this machine"
-        return Finding("warn", "weights", found, f"run `meshllm model pull {name}`")
-    return Finding("ok", "weights", f"{digest}, {len(parts)} parts hashed")
+def is_busy() -> bool:
+    """Whether other programs have used all cores in the last minute."""
+    return os.getloadavg()[0] > _cores()
 
 
-def check_execution(chosen: Settings) -> Finding:
-    """Report how this machine would run steps of the model, without loading it."""
-    from meshllm.model.kernels import jit
-    from meshllm.model.steps.execution import forecast
-
-    try:
-        source, quant = resolve(chosen.model), Quant(chosen.quant)
-        stored = chosen.dtype == "auto"
-        dtype = stored_dtype(source) if stored else getattr(torch, chosen.dtype)
-        where = device.choose(chosen.device, dtype, quant)
-        refusal = device.refused_gpu(chosen.device, dtype, quant)
-        found = forecast(source.config, dtype, where, quant).instead_of_gpu(refusal)
-        if where == device.CPU:
-            width = int(source.config.get_text_config(decoder=True).hidden_size)
-            found = replace(found, threads=chosen.threads or _fastest(width, dtype))
-    except MeshError as error:
-        return Finding("fail", "execution", str(error), error.hint or "")
-    except RuntimeError as error:  # of torch, such as too little memory
-        return Finding("fail", "execution", str(error).partition("\n")[0])
-    if chosen.exact:
-        return Finding("ok", "execution", "stock, one row per step, because of `--exact`")
-    if "--dtype" in found.reason:
-        return Finding("warn", "execution", str(found), "use `--dtype bfloat16`")
-    limits = jit.limits() if where == device.CPU else ()
-    verdict: Verdict = "warn" if found.is_fallback or limits else "ok"
-    return Finding(verdict, "execution", "; ".join((str(found), *limits)))
+def _cores() -> int:
+    return psutil.cpu_count() or 1
 
 
 def check_transports(named: Sequence[str], registry: Registry) -> Iterator[Finding]:
@@ -304,17 +273,6 @@ def check_transports(named: Sequence[str], registry: Registry) -> Iterator[Findi
     verdict: Verdict = "fail" if named or len(broken) == len(chosen) else "warn"
     for each in broken:
         yield Finding(verdict, "transport", str(each), each.hint or "")
-
-
-def _fastest(width: int, dtype: torch.dtype) -> int:
-    """Return the number of threads that a node would choose; leave that of this process."""
-    from meshllm.node.compute.worker import calibrate
-
-    threads = torch.get_num_threads()
-    try:
-        return calibrate(threads, width, dtype)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _check_key(path: Path) -> Finding:

@@ -8,7 +8,6 @@ from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from meshllm.cli.node.node import Transports, transports_of
-from meshllm.cli.shared.local import import_heavy
 from meshllm.cli.shared.options import Json, takes
 from meshllm.cli.terminal import render
 from meshllm.config import Scalar, Settings, load
@@ -30,18 +29,18 @@ def doctor(transport: Transports = None, as_json: Json = False, **flags: Scalar)
     """Check this machine, its node and the links to its peers.
 
     It changes nothing, contacts no other machine, works with and without a running node, and exits
-    with 1 if a check fails.
+    with 1 if a check fails. A model that passed is checked again after a day, or when its files,
+    the settings, the installed versions or this machine change.
     """
     config = load({**flags, "transport": transport})
     chosen = config.settings
     with render.Status(sys.stderr) as status:
-        status.show("loading torch")
-        import_heavy("meshllm.cli.doctor.checks")
+        status.show("querying the node")
         from meshllm.cli.doctor import checks
 
-        status.show("querying the node")
-        transports = transports_of(config)
-        findings = list(checks.examine(chosen, _mesh_status(chosen), transports))
+        transports, mesh = transports_of(config), _mesh_status(chosen)
+        status.show("checking this machine")
+        findings = list(checks.examine(chosen, mesh, transports))
     failed = sum(each.verdict == "fail" for each in findings)
     if as_json:
         render.dump({"failed": failed, "findings": [asdict(each) for each in findings]})

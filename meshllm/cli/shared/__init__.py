@@ -7,6 +7,7 @@ __all__ = [
     "deferred",
     "events",
     "local",
+    "model_record",
     "options",
     "signals",
     "units",

@@ -17,7 +17,6 @@ compete for the same cores.
 
 import ctypes
 import logging
-import mmap
 import os
 import platform
 import threading
@@ -34,9 +33,10 @@ from blake3 import blake3
 from llvmlite import ir
 
 from meshllm.config import cache_path
+from meshllm.model.hardware import allows_executable_memory, cpu_lines
 from meshllm.model.json_cache import load_cached, store_cached
 from meshllm.model.kernels.ir import INT, Code
-from meshllm.model.kernels.machine_code import CodeImage, make_executable
+from meshllm.model.kernels.machine_code import CodeImage
 
 CLAIMED, STARTED, FINISHED, BLOCKS = range(4)
 """Places in the arguments of a kernel (`JitFunction.given`): of blocks how many are claimed, of
@@ -51,14 +51,6 @@ _ENTRY = "work"  # the function of a kernel
 _PARALLEL = "GOMP_parallel"  # of GNU's OpenMP runtime; LLVM's exports the same name
 _NOT_EXECUTABLE = "this system forbids executable memory"
 _NO_OPENMP = f"torch {torch.__version__} is not linked to an OpenMP library with `{_PARALLEL}`"
-_CPU = frozenset(
-    (
-        *("vendor_id", "cpu family", "model", "model name", "stepping", "flags"),  # x86
-        *("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "CPU revision"),  # Arm
-        "Features",
-    )
-)
-"""Lines of `/proc/cpuinfo` that tell the kind of the CPU and its features."""
 _lock = threading.Lock()
 
 logger = logging.getLogger(__name__)
@@ -147,14 +139,8 @@ def processor() -> tuple[str, str]:
 @cache
 def _cpu_lines() -> tuple[str, ...]:
     """Return what describes the CPU to Linux and to torch; nothing if its features are unknown."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
-    except OSError:
-        return ()
-    told = {line for line in lines if line.partition(":")[0].strip() in _CPU}
-    if not any(line.startswith(("flags", "Features")) for line in told):
-        return ()  # too little to tell CPUs apart
-    return (*sorted(told), torch.backends.cpu.get_cpu_capability())
+    lines = cpu_lines()
+    return (*lines, torch.backends.cpu.get_cpu_capability()) if lines else ()
 
 
 def is_listed_by_linux(feature: str) -> bool:
@@ -314,14 +300,11 @@ def jit_available() -> bool:
 
     If not, oneDNN, which compiles its kernels too, is disabled: torch has others.
     """
-    if os.name != "posix":
+    if allows_executable_memory():
         return True
-    with mmap.mmap(-1, mmap.PAGESIZE) as page:
-        is_allowed = make_executable(page)
-    if not is_allowed:
-        logger.warning("no compiled kernels: %s", _NOT_EXECUTABLE)
-        torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]
-    return is_allowed
+    logger.warning("no compiled kernels: %s", _NOT_EXECUTABLE)
+    torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]
+    return False
 
 
 @cache

@@ -12,6 +12,8 @@ import struct
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
+from meshllm.model.hardware import make_executable
+
 _HEADER = struct.Struct("<16sHHIQQQIHHHHHH")  # of ELF64; see `man 5 elf`
 _IDENT = b"\x7fELF\x02\x01"  # 64 bits, the lowest byte first
 _RELOCATABLE, _X86_64 = 1, 62
@@ -92,12 +94,6 @@ class CodeImage:
         for at, target in self.pointers:
             struct.pack_into("<Q", memory, at, base + target)
         return LoadedCode(memory, base + self.entry) if make_executable(memory) else None
-
-
-def make_executable(memory: mmap.mmap) -> bool:
-    """Make memory executable, and no longer writable; return whether the system allows it."""
-    place, size = ctypes.c_void_p(_address(memory)), ctypes.c_size_t(len(memory))
-    return not ctypes.CDLL(None).mprotect(place, size, mmap.PROT_READ | mmap.PROT_EXEC)
 
 
 def _address(memory: mmap.mmap) -> int:

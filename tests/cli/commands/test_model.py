@@ -44,6 +44,7 @@ def test_show_tells_how_a_gpu_would_run_it(
     meshllm: Invoke, monkeypatch: pytest.MonkeyPatch, lacking: str | None
 ) -> None:
     gpu = torch.device("cuda", 0)
+    monkeypatch.setattr("meshllm.model.hardware.may_have_gpu", lambda: True)
     monkeypatch.setattr("meshllm.model.device.choose", lambda wanted, *_: {"auto": gpu}[wanted])
     monkeypatch.setattr("meshllm.model.steps.execution.missing_for_cuda_graphs", lambda: lacking)
 
@@ -67,6 +68,21 @@ def test_show_tells_the_sizes_although_a_device_is_missing(
     assert result.exit_code == 0
     assert "quantised" in result.stdout.partition("CPU engine")[2]
     assert "cuda:99" in result.stdout.partition("CPU engine")[2]
+
+
+def test_show_measures_a_model_once(
+    meshllm: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("meshllm.model.hardware.may_have_gpu", lambda: False)
+    monkeypatch.setattr(shape, "free_memory", lambda: 10 << 20)
+    first = [meshllm("model", "show", "builtin", *form).stdout for form in ((), ("--json",))]
+
+    monkeypatch.setattr("meshllm.model.files.source.resolve", None)
+
+    again = [meshllm("model", "show", "builtin", *form).stdout for form in ((), ("--json",))]
+    assert first == again
+    assert "CPU engine" in first[0]
 
 
 def test_show_counts_the_layers_that_fit(meshllm: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:

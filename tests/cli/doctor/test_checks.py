@@ -1,6 +1,7 @@
 import os
-import re
 import shutil
+from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,14 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from meshllm.cli.doctor import checks
+from meshllm.cli.doctor import checks, modelchecks
 from meshllm.cli.doctor.finding import Finding
 from meshllm.config import Settings
 from meshllm.errors import LinkLost, PeerFault, PluginError
-from meshllm.model import device
-from meshllm.model.locate import find_folder
-from meshllm.model.parity.verdict import known_verdicts
-from meshllm.model.steps.execution import Execution, Strategy
+from meshllm.model import hardware
 from meshllm.names import show
 from meshllm.node.membership.state_store import StateStore
 from meshllm.status import NodeState
@@ -274,9 +272,13 @@ def test_low_memory_and_high_load_are_warnings() -> None:
     assert checks.check_load(0.5, 2) == Finding("ok", "threads", "2 cores, load 0.5")
 
 
-def test_the_device_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("may_have_gpu", [False, True])
+def test_the_device_is_reported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, may_have_gpu: bool
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(hardware, "may_have_gpu", lambda: may_have_gpu)
     monkeypatch.setattr(checks, "DRIVER", tmp_path)
 
     assert checks.check_device("cpu") == Finding("ok", "device", "cpu")
@@ -285,128 +287,61 @@ def test_the_device_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.setattr(checks, "DRIVER", tmp_path / "nothing")
     assert checks.check_device("auto") == Finding("ok", "device", "cpu")
     assert (idle.verdict, idle.found) == (
-        "warn", f"cpu: torch {torch.__version__} cannot use the GPU of this machine"
+        "warn", f"cpu: torch {version('torch')} cannot use the GPU of this machine"
     )  # fmt: skip
 
 
-def test_a_gpu_is_reported_with_its_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "choose", lambda *_: torch.device("cuda", 1))
-    monkeypatch.setattr(device, "name_of", lambda found: f"{found} Fake 100")
-    monkeypatch.setattr(device, "free_bytes", lambda _: 3 << 30)
-    monkeypatch.setattr(device, "missing_for_cuda_graphs", lambda: None)
+def test_a_gpu_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Finding("ok", "device", "cuda:1 Fake 100, 3.0 GiB free")
+    monkeypatch.setattr(hardware, "may_have_gpu", lambda: True)
+    monkeypatch.setattr(modelchecks, "check_gpu", {"auto": gpu}.__getitem__)
 
-    assert checks.check_device("auto") == Finding("ok", "device", "cuda:1 Fake 100, 3.0 GiB free")
-    monkeypatch.setattr(device, "missing_for_cuda_graphs", lambda: "Triton")
-    assert checks.check_device("auto") == Finding(
-        "warn", "device", "cuda:1 Fake 100, 3.0 GiB free, slow without Triton", "install it"
-    )
+    assert checks.check_device("auto") == gpu
 
 
-def test_the_model_is_found_and_can_be_split(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert checks.check_model("builtin").found == "builtin: `qwen3` is bit-equal when split"
-    assert checks.check_model("missing").verdict == "fail"
-    monkeypatch.setattr(checks, "known_verdicts", dict)
-    assert checks.check_model("builtin").verdict == "warn"
+@pytest.fixture
+def examined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Settings]:
+    """Collect the settings of checks with torch, of a machine whose cache is empty."""
+    examined: list[Settings] = []
+
+    def examine_model(chosen: Settings) -> Iterator[Finding]:
+        examined.append(chosen)
+        yield Finding("warn" if chosen.quant == "int8" else "ok", "model", "qwen3", "a hint")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(modelchecks, "examine_model", examine_model)
+    monkeypatch.setattr(hardware, "may_have_gpu", lambda: False)
+    monkeypatch.setattr(checks, "is_busy", lambda: False)
+    return examined
 
 
-def test_a_model_without_a_tokenizer_cannot_be_the_entry(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(find_folder("builtin"), folder)
-    (folder / "tokenizer.json").unlink()
+def test_a_model_that_passed_is_not_examined_again(examined: list[Settings]) -> None:
+    first, again = (list(checks.check_whole_model(Settings())) for _ in range(2))
 
-    finding = checks.check_model(str(folder))
-
-    assert finding.verdict == "warn"
-    assert finding.found.startswith(f"The tokenizer in `{folder}` is missing")
-    assert finding.found.endswith("it cannot be the entry")
+    assert first == again == [Finding("ok", "model", "qwen3", "a hint")]
+    assert examined == [Settings()]
 
 
-def test_the_weights_are_hashed_and_missing_parts_counted(
-    home: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("settings", [Settings(quant="int8"), Settings(model="no/model")])
+def test_a_model_that_did_not_pass_is_examined_again(
+    examined: list[Settings], settings: Settings
 ) -> None:
-    whole = checks.check_weights("builtin", home / "cache")
-    monkeypatch.setattr(checks, "manifest", lambda *_: (bytes(16), b"1" * 16))
-    part = checks.check_weights("builtin", home / "cache")
-    missing = checks.check_weights("no/model", home / "cache")
+    first, again = (list(checks.check_whole_model(settings)) for _ in range(2))
 
-    assert (whole.verdict, whole.found[12:]) == ("ok", ", 11 parts hashed")
-    assert (part.verdict, part.found[12:]) == ("warn", ", 1 of 2 parts are missing on this machine")
-    assert missing.verdict == "fail"
+    assert first == again
+    assert first[0].verdict == ("warn" if settings.quant == "int8" else "fail")
+    assert examined == ([settings] * 2 if settings.quant == "int8" else [])
 
 
-def test_the_execution_strategy_is_reported() -> None:
-    told = checks.check_execution(Settings(model="builtin"))
-    wide = checks.check_execution(Settings(model="builtin", dtype="float32"))
-    exact = checks.check_execution(Settings(model="builtin", exact=True))
-    missing = checks.check_execution(Settings(model="no/model"))
-
-    assert (told.verdict, wide.verdict, exact.verdict) == ("ok", "warn", "ok")
-    assert "row-invariant" in told.found or "replayed" in told.found
-    assert re.search(r"; \d+ threads?$", told.found)  # the fastest number, measured now
-    asked = checks.check_execution(Settings(model="builtin", threads=3))
-    assert asked.found.endswith("; 3 threads")
-    assert wide.advice == "use `--dtype bfloat16`"
-    assert exact.found.startswith("stock")
-    assert missing.verdict == "fail"
-
-
-@pytest.mark.parametrize("error", [None, "can't allocate memory: you tried 64 MiB\nat 0x7f"])
-def test_measuring_threads_leaves_their_number_and_may_fail(
-    monkeypatch: pytest.MonkeyPatch, error: str | None
+def test_nothing_is_kept_of_a_busy_machine(
+    examined: list[Settings], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = torch.get_num_threads()
+    monkeypatch.setattr(checks, "is_busy", lambda: True)
 
-    def calibrate(cores: int, *_: object) -> int:
-        torch.set_num_threads(cores + 1)
-        if error:
-            raise RuntimeError(error)
-        return cores + 1
+    for _ in range(2):
+        list(checks.check_whole_model(Settings()))
 
-    monkeypatch.setattr("meshllm.node.compute.worker.calibrate", calibrate)
-
-    told = checks.check_execution(Settings(model="builtin"))
-
-    assert torch.get_num_threads() == before
-    if error:
-        assert (told.verdict, told.found) == ("fail", error.partition("\n")[0])
-    else:
-        assert told.found.endswith(f"; {before + 1} threads")
-
-
-@pytest.mark.parametrize("is_fallback", [False, True])
-def test_a_fallback_is_a_warning(monkeypatch: pytest.MonkeyPatch, *, is_fallback: bool) -> None:
-    found = Execution(Strategy.STOCK, reason="why", is_fallback=is_fallback)
-    monkeypatch.setattr("meshllm.model.steps.execution.forecast", lambda *_: found)
-
-    told = checks.check_execution(Settings(model="builtin", threads=1))
-    monkeypatch.setattr(device, "refused_gpu", lambda *_: "too old")
-    refused = checks.check_execution(Settings(model="builtin", threads=1))
-
-    assert told.verdict == ("warn" if is_fallback else "ok")
-    assert told.found.startswith("stock (why); ")
-    assert refused.verdict == "warn"
-    assert refused.found.startswith("stock (too old; why); ")
-
-
-def test_missing_compiled_kernels_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "meshllm.model.kernels.jit.limits", lambda: ("no compiled kernels: forbidden",)
-    )
-
-    told = checks.check_execution(Settings(model="builtin"))
-
-    assert told.verdict == "warn"
-    assert told.found.endswith("; no compiled kernels: forbidden")
-
-
-def test_a_model_that_cannot_be_split_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    verdict = known_verdicts()["qwen3"]
-    bad = type(verdict)("qwen3", equal=False, reason="it looks ahead")
-    monkeypatch.setattr(checks, "known_verdicts", lambda: {"qwen3": bad})
-
-    assert checks.check_model("builtin") == Finding(
-        "fail", "model", "builtin: `qwen3` cannot be split: it looks ahead"
-    )
+    assert len(examined) == 2
 
 
 def test_the_chosen_transport_is_loaded() -> None:
