@@ -279,12 +279,11 @@ class EntryNode:
         machine = Entry(task, self._pace(order, start.chunk))
         speculator = None
         if self._speculation:
-            clock = asyncio.get_running_loop().time  # for the compute thread
             shared = self._speculation
             shared = _within(shared, order.prefix_scope)
             if order.forced:  # every draft is right
                 shared = Speculation(KnownText(order.prompt + order.forced), shared.times)
-            speculator = Speculator(shared, order.known, clock, self._prepared)
+            speculator = Speculator(shared, order.known)
         encoder = self._encoder.for_session(session)
         generation = Generation(
             order, machine, self._runners, encoder, begin, speculator, start, key
@@ -353,9 +352,6 @@ class EntryNode:
     def _uses_prefixes(self, order: GenerationRequest) -> bool:
         """Whether an order uses the prefix cache; an embedding would evict what chats continue."""
         return self._prefixes.index.keeps and order.on_rows is None
-
-    def _prepared(self) -> int:
-        return sum(each.prepared for each in self._runners.runners)
 
     def _receive(self, message: Delivered) -> None:
         generation = self._sessions.get(message.session)

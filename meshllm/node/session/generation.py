@@ -117,6 +117,11 @@ class EntryRunners:
         """All loaded runners."""
         return [*self.front.pieces, *(each for each in (self.helped, self.head) if each)]
 
+    @property
+    def prepared(self) -> int:
+        """Warm-up steps so far, of all runners."""
+        return sum(each.prepared for each in self.runners)
+
     def logits(self, rows: list[Tensor]) -> Sequence[Tensor]:
         """Compute logits [1, T, V] of rows [1, T, D]; if ``front`` has the head, return them."""
         if self.head is None:
@@ -199,6 +204,7 @@ class Generation:
         self._runners = runners
         self._encoder = encoder
         self._speculator = speculator
+        self._clock = asyncio.get_running_loop().time  # for the compute thread
         self._resume_key = key
         self.base = base = start.base
         lost = base.lost if base else ()
@@ -431,9 +437,7 @@ class Generation:
         ends = is_last or known >= job.limit
         try:
             if self._speculator:
-                steps = self._speculator.after(
-                    tokens, job, ends=ends, depth=self.depth, sessions=self.sessions
-                )
+                steps = self._draft(self._speculator, tokens, job, ends=ends)
             if ends and self._speculator and not self.embeds:
                 self._speculator.keep(self._history)
         except (RuntimeError, MemoryError) as error:  # of a draft model, mostly out of memory
@@ -444,4 +448,19 @@ class Generation:
             self._next = Embed(job.gen, known - 1, (tokens[-1], *guesses), len(guesses))
         elif flying is not None and guesses and not ends:
             self._next = Embed(job.gen, known + len(flying), guesses, len(guesses) - 1)
+        return steps
+
+    def _draft(
+        self, speculator: Speculator, tokens: tuple[int, ...], job: Pick, *, ends: bool
+    ) -> Steps:
+        steps = speculator.after(
+            tokens,
+            job,
+            self._clock(),
+            prepared=self._runners.prepared,
+            ends=ends,
+            depth=self.depth,
+            sessions=self.sessions,
+        )
+        speculator.drafted(self._clock())
         return steps

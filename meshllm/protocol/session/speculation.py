@@ -1,6 +1,6 @@
 """Speculative decoding of one generation: which drafter, how many tokens, and what they cost."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from meshllm.protocol.drafting.drafter import Drafting
@@ -44,51 +44,53 @@ class _Limits:
 
 
 class Speculator:
-    """Drafts the continuation of one text."""
+    """Drafts the continuation of one text; times are seconds on the driver's clock.
 
-    def __init__(
-        self,
-        speculation: Speculation,
-        prompt: Sequence[int],
-        clock: Callable[[], float],
-        prepared: Callable[[], int] = int,
-    ) -> None:
-        """Start after a prompt; ``clock`` returns seconds.
+    The driver calls `after` with the tokens of a step, and `drafted` when that has returned: only
+    then is it known how long a draft model took, and the next step begins.
+    """
 
-        ``prepared`` counts the warm-up steps so far, which took longer than later ones will.
-        """
+    def __init__(self, speculation: Speculation, prompt: Sequence[int]) -> None:
+        """Start after a prompt."""
         self._speculation = shared = speculation
-        self._clock, self._prepared = clock, prepared
         self._prompt = prompt
         self._free = self._used = _DraftSource(shared.drafting, shared.times, shared.stats)
         self._sources = [self._free]
         if shared.draft:
             self._sources.append(_DraftSource(shared.draft, shared.times, shared.draft_stats))
         self._since: float | None = None
-        self._before = 0  # result of `prepared` at that time
+        self._before = 0  # warm-up steps at that time
+        self._asked_at = 0.0  # when `after` was called
+        self._modelled: int | None = None  # tokens that a draft model gave then; None if not asked
         self._burst, self._place = 1, 0  # steps sent back to back, and which of them is next
         self._sessions = 1  # that ran with that step, this one included
         self._is_clear = True  # no cancelled steps are still computed before them
 
-    def after(
+    def after(  # noqa: PLR0913 -- the state of the ring at this step
         self,
         tokens: Sequence[int],
         job: Pick,
+        now: float,
         *,
+        prepared: int = 0,
         ends: bool = False,
         depth: int = 1,
         sessions: int = 1,
     ) -> Steps:
         """Take the tokens sampled for a job; draft what follows, unless the text ``ends``.
 
-        At most ``depth`` steps are in flight, and ``sessions`` run together.
+        At most ``depth`` steps are in flight, and ``sessions`` run together. ``prepared`` counts
+        the warm-up steps so far, which took longer than later ones will.
         """
         room = 0 if ends else job.limit - job.pos - len(tokens) - 1
         limits = _Limits(job.flying(tokens), room, job.max_drafts, depth, sessions)
+        self._asked_at, self._modelled = now, None
         if self._since is None:
             tokens = (*self._prompt, *tokens)
         else:
-            self._learn(job, job.right(tokens), self._clock() - self._since)
+            self._learn(
+                job, job.right(tokens), now - self._since, is_warm_up=prepared > self._before
+            )
         for source in self._sources:
             source.drafter.extend(tokens)
         found = self._guess(limits) if room else ()
@@ -96,9 +98,14 @@ class Speculator:
         if limits.flying is None:
             self._burst, self._place = max(1, len(found)), 0
             self._is_clear = not job.ahead
-        self._since = self._clock()  # drafting time is not part of a step: it is charged apart
-        self._before, self._sessions = self._prepared(), sessions
+        self._before, self._sessions = prepared, sessions
         return found
+
+    def drafted(self, now: float) -> None:
+        """Note the end of `after`: drafting time is not part of a step, but charged apart."""
+        self._since = now
+        if self._modelled is not None:
+            self._speculation.draft_stats.note_query(self._modelled, now - self._asked_at)
 
     def keep(self, text: Sequence[int]) -> None:
         """Let drafters learn from a finished text."""
@@ -106,10 +113,10 @@ class Speculator:
             if drafting:
                 drafting.keep(text)
 
-    def _learn(self, job: Pick, right: int, seconds: float) -> None:
+    def _learn(self, job: Pick, right: int, seconds: float, *, is_warm_up: bool) -> None:
         times, rows = self._speculation.times, 1 + len(job.guesses)
-        if self._prepared() > self._before:
-            pass  # a warm-up does not predict later steps
+        if is_warm_up:
+            pass  # it does not predict later steps
         elif self._place == 0 and self._burst > 1:
             times.note_first(rows, seconds)
         elif self._place == 0 and self._is_clear:
@@ -136,15 +143,14 @@ class Speculator:
         return ()
 
     def _query(self, model: "_DraftSource", limits: _Limits) -> Steps:
-        """Draft with a model and charge its time, but not for a query in which it only read text.
+        """Draft with a model; its time is charged, but not of a query in which it only read text.
 
         As its drafts take time, no further steps follow them in flight.
         """
-        begin = self._clock()
         if model.lookahead.is_paused or model.look() is None:
             return ()
         steps = model.guess(replace(limits, depth=1))
-        self._speculation.draft_stats.note_query(sum(map(len, steps)), self._clock() - begin)
+        self._modelled = sum(map(len, steps))
         return steps
 
 

@@ -110,6 +110,20 @@ def test_a_good_draft_model_saves_steps(source: Source, texts: list[list[int]]) 
     assert all(answer.tokens_per_step > 2 for answer in found)
 
 
+def test_the_entry_measures_the_way_round_the_ring(source: Source) -> None:
+    async def measured() -> float | None:
+        inference = InferenceConfig(threads=1, drafting=SILENT)
+        options = RingOptions(nodes=3, inference=inference)
+        async with open_local_ring(source, options, LoopbackTransport(FAR)) as ring:
+            order = GenerationRequest(PROMPT, GREEDY, TOKENS, take_token=lambda _: False)
+            async for _ in ring.entry.generate(order):
+                pass
+            assert ring.entry._speculation
+            return ring.entry._speculation.times.of(1)
+
+    assert run_virtual(measured()) == pytest.approx(3 * 0.1, rel=0.1)
+
+
 def test_nobody_is_drafted_the_answers_of_others(source: Source) -> None:
     async def steps(*scopes: str) -> list[float]:
         found = []

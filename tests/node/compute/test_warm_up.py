@@ -263,7 +263,7 @@ async def test_a_ring_without_drafts_needs_no_warm_up(
     async with open_local_ring(
         tiny, RingOptions(nodes=2, inference=InferenceConfig(threads=1, **options))
     ) as ring:
-        before = ring.entry._prepared()
+        before = ring.entry._runners.prepared
         await ring.warmed_up()
 
-        assert ring.entry._prepared() == before
+        assert ring.entry._runners.prepared == before

@@ -24,9 +24,6 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0
 
-    def __call__(self) -> float:
-        return self.now
-
 
 class Slow:
     """A draft model that knows the text like an oracle, but takes time."""
@@ -67,6 +64,15 @@ class SlowDrafter:
         return self._inner.guess(most)
 
 
+def after(
+    speculator: Speculator, clock: Clock, tokens: Sequence[int], job: Pick, **more: Any
+) -> Steps:
+    """Take tokens and draft, as a driver does."""
+    steps = speculator.after(tokens, job, clock.now, **more)
+    speculator.drafted(clock.now)
+    return steps
+
+
 def pick(pos: int, guesses: Sequence[int] = (), room: int = 99, **more: Any) -> Pick:
     """Return a job for rows after ``pos`` tokens that leaves room for this number of guesses."""
     return Pick(0, pos, None, tuple(guesses), pos + len(guesses) + 2 + room, **more)
@@ -76,15 +82,15 @@ def write(
     speculation: Speculation, clock: Clock, tokens: int = 300, room: int = 99
 ) -> tuple[list[int], float]:
     """Write a text; return how much was guessed at each step, and the seconds per token."""
-    speculator, length, guessed = Speculator(speculation, TEXT[:10], clock), 10, []
-    guesses, begin = of(speculator.after((), pick(10), ends=True)), clock.now
+    speculator, length, guessed = Speculator(speculation, TEXT[:10]), 10, []
+    guesses, begin = of(after(speculator, clock, (), pick(10), ends=True)), clock.now
     while length < 10 + tokens:
         pairs = zip(guesses, TEXT[length:], strict=False)
         right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         clock.now += STEP_S + ROW_S * len(guesses)
         come = TEXT[length : length + right + 1]
         limit = length + len(come) + 1 + room
-        guesses = of(speculator.after(come, Pick(0, length, None, guesses, limit)))
+        guesses = of(after(speculator, clock, come, Pick(0, length, None, guesses, limit)))
         length += len(come)
         guessed.append(len(guesses))
     return guessed, (clock.now - begin) / (length - 10)
@@ -95,11 +101,11 @@ def write_together(speculation: Speculation, clock: Clock, sessions: int) -> lis
 
     A pass takes the same time for up to four rows, and for more in proportion.
     """
-    speculators = [Speculator(speculation, TEXT[:10], clock) for _ in range(sessions)]
+    speculators = [Speculator(speculation, TEXT[:10]) for _ in range(sessions)]
     lengths, guessed = [10] * sessions, list[int]()
     guesses: list[tuple[int, ...]] = [()] * sessions
     for each in speculators:
-        each.after((), pick(10), ends=True)
+        after(each, clock, (), pick(10), ends=True)
     for _ in range(30):
         clock.now += STEP_S * max(4, sum(1 + len(each) for each in guesses)) / 4
         for place, speculator in enumerate(speculators):
@@ -108,7 +114,7 @@ def write_together(speculation: Speculation, clock: Clock, sessions: int) -> lis
             right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
             job = Pick(0, at, None, guesses[place], at + 99)
             come = TEXT[at : at + right + 1]
-            guesses[place] = of(speculator.after(come, job, sessions=sessions))
+            guesses[place] = of(after(speculator, clock, come, job, sessions=sessions))
             lengths[place] = at + right + 1
         guessed.append(sum(map(len, guesses)))
     return guessed
@@ -156,16 +162,16 @@ def test_steps_use_only_prepared_row_counts() -> None:
 
 def test_finished_texts_improve_later_drafts() -> None:
     drafting = SuffixDrafting()
-    Speculator(Speculation(drafting), [1], float).keep([4, 5, 6, 7, 8])
+    Speculator(Speculation(drafting), [1]).keep([4, 5, 6, 7, 8])
 
-    assert Speculator(Speculation(drafting), [3, 4], float).after([5], pick(2))
+    assert Speculator(Speculation(drafting), [3, 4]).after([5], pick(2), 0.0)
 
 
 def test_a_draft_model_receives_finished_texts_too() -> None:
     clock = Clock()
     slow = Slow(1.0, clock)
 
-    Speculator(Speculation(SILENT, draft=slow), [1], clock).keep([4, 5])
+    Speculator(Speculation(SILENT, draft=slow), [1]).keep([4, 5])
 
     assert slow.kept == [[4, 5]]
 
@@ -301,8 +307,8 @@ def far(drafting: Drafting, clock: Clock, **more: Any) -> Speculator:
     for _ in range(20):
         speculation.times.note_interval(17, 0.01)
     speculation.stats.is_known = True
-    speculator = Speculator(speculation, TEXT[:10], clock)
-    speculator.after((), pick(10), ends=True)
+    speculator = Speculator(speculation, TEXT[:10])
+    after(speculator, clock, (), pick(10), ends=True)
     for _ in range(20):
         for voice in speculator._sources:
             voice.lookahead.note(2, 16, 16)
@@ -314,24 +320,25 @@ def sizes(steps: Steps) -> list[int]:
 
 
 def test_the_time_of_a_warm_up_step_is_ignored() -> None:
-    speculation, clock, prepared = Speculation(Oracle(TEXT, 1.0)), Clock(), [0]
-    speculator = Speculator(speculation, TEXT[:10], clock, lambda: prepared[0])
-    speculator.after((), pick(10), ends=True)
+    speculation, clock, prepared = Speculation(Oracle(TEXT, 1.0)), Clock(), 0
+    speculator = Speculator(speculation, TEXT[:10])
+    after(speculator, clock, (), pick(10), ends=True)
 
     for length, seconds, more in ((10, 0.1, 0), (11, 9.0, 1), (12, 0.1, 0), (13, 9.0, 2)):
         clock.now += seconds
-        prepared[0] += more
-        speculator.after(TEXT[length : length + 1], pick(length))
+        prepared += more
+        after(speculator, clock, TEXT[length : length + 1], pick(length), prepared=prepared)
 
     assert abs(speculation.times.of(1) - 0.1) < 1e-9
 
 
 def test_steps_are_pipelined_and_each_accepted_one_is_replaced() -> None:
-    speculator = far(Oracle(TEXT, 1.0), Clock())
+    clock = Clock()
+    speculator = far(Oracle(TEXT, 1.0), clock)
 
-    steps = speculator.after(TEXT[10:11], pick(10, room=999), depth=8)
+    steps = after(speculator, clock, TEXT[10:11], pick(10, room=999), depth=8)
     guesses, ahead = steps[0], tuple(chain(*steps[1:]))
-    more = speculator.after(TEXT[11:28], pick(11, guesses, 999, ahead=ahead), depth=8)
+    more = after(speculator, clock, TEXT[11:28], pick(11, guesses, 999, ahead=ahead), depth=8)
 
     assert sizes(steps) == [16] + [17] * 7
     assert sizes(more) == [17]
@@ -339,11 +346,12 @@ def test_steps_are_pipelined_and_each_accepted_one_is_replaced() -> None:
 
 
 def test_all_steps_are_sent_again_after_a_rejection() -> None:
-    speculator = far(Oracle(TEXT, 1.0), Clock())
+    clock = Clock()
+    speculator = far(Oracle(TEXT, 1.0), clock)
 
-    steps = speculator.after(TEXT[10:11], pick(10, room=999), depth=4)
+    steps = after(speculator, clock, TEXT[10:11], pick(10, room=999), depth=4)
     ahead = tuple(chain(*steps[1:]))
-    again = speculator.after((11, 12, 0), pick(11, steps[0], 999, ahead=ahead), depth=4)
+    again = after(speculator, clock, (11, 12, 0), pick(11, steps[0], 999, ahead=ahead), depth=4)
 
     assert sizes(steps) == sizes(again) == [16, 17, 17, 17]
 
@@ -352,25 +360,28 @@ def test_all_steps_are_sent_again_after_a_rejection() -> None:
     ("depth", "sizes_left"), [(8, [17]), (4, []), (1, [])], ids=["as many", "fewer", "one"]
 )
 def test_no_steps_are_added_beyond_a_lower_depth(depth: int, sizes_left: list[int]) -> None:
-    speculator = far(Oracle(TEXT, 1.0), Clock())
+    clock = Clock()
+    speculator = far(Oracle(TEXT, 1.0), clock)
 
-    steps = speculator.after(TEXT[10:11], pick(10, room=999), depth=8)
+    steps = after(speculator, clock, TEXT[10:11], pick(10, room=999), depth=8)
     ahead = tuple(chain(*steps[1:]))
-    more = speculator.after(TEXT[11:28], pick(11, steps[0], 999, ahead=ahead), depth=depth)
+    more = after(speculator, clock, TEXT[11:28], pick(11, steps[0], 999, ahead=ahead), depth=depth)
 
     assert sizes(more) == sizes_left
 
 
 def test_steps_are_shorter_at_the_end_of_an_answer() -> None:
-    speculator = far(Oracle(TEXT, 1.0), Clock())
+    clock = Clock()
+    speculator = far(Oracle(TEXT, 1.0), clock)
 
-    assert sizes(speculator.after(TEXT[10:11], pick(10, room=30), depth=8)) == [16, 12, 2]
+    assert sizes(after(speculator, clock, TEXT[10:11], pick(10, room=30), depth=8)) == [16, 12, 2]
 
 
 def test_croppable_positions_limit_the_drafts_in_flight() -> None:
-    speculator = far(Oracle(TEXT, 1.0), Clock())
+    clock = Clock()
+    speculator = far(Oracle(TEXT, 1.0), clock)
 
-    steps = speculator.after(TEXT[10:11], pick(10, room=999, max_drafts=31), depth=8)
+    steps = after(speculator, clock, TEXT[10:11], pick(10, room=999, max_drafts=31), depth=8)
 
     assert 16 < sum(sizes(steps)) <= 31
 
@@ -391,11 +402,12 @@ class Fickle(Echo):
 
 
 def test_a_drafter_that_disagrees_with_the_flight_adds_nothing() -> None:
-    speculator = far(Fickle(2), Clock())
+    clock = Clock()
+    speculator = far(Fickle(2), clock)
 
-    steps = speculator.after(TEXT[10:11], pick(10, room=999), depth=4)
+    steps = after(speculator, clock, TEXT[10:11], pick(10, room=999), depth=4)
     ahead = tuple(chain(*steps[1:]))
-    more = speculator.after(TEXT[11:28], pick(11, steps[0], 999, ahead=ahead), depth=4)
+    more = after(speculator, clock, TEXT[11:28], pick(11, steps[0], 999, ahead=ahead), depth=4)
 
     assert sizes(steps) == [16, 17, 17, 17]
     assert more == ()
@@ -405,17 +417,19 @@ def test_a_model_drafts_one_step_at_a_time() -> None:
     clock = Clock()
     speculator = far(SILENT, clock, draft=Slow(1.0, clock))
 
-    assert sizes(speculator.after(TEXT[10:11], pick(10, room=999), depth=8)) == [16]
+    assert sizes(after(speculator, clock, TEXT[10:11], pick(10, room=999), depth=8)) == [16]
 
 
 def test_a_model_is_not_queried_while_drafts_are_in_flight() -> None:
     clock = Clock()
     slow = Slow(1.0, clock)
     speculator = far(Oracle(TEXT[:150], 1.0), clock, draft=slow)
-    speculator.after(TEXT[10:11], pick(10, room=999), depth=8)
+    after(speculator, clock, TEXT[10:11], pick(10, room=999), depth=8)
     looks = slow.looks
 
-    steps = speculator.after(TEXT[11:28], pick(11, TEXT[11:27], 999, ahead=(27, 28, 29)), depth=8)
+    steps = after(
+        speculator, clock, TEXT[11:28], pick(11, TEXT[11:27], 999, ahead=(27, 28, 29)), depth=8
+    )
 
     assert slow.looks == looks
     assert steps
@@ -425,14 +439,14 @@ def test_only_a_step_that_has_the_ring_to_itself_measures_a_trip() -> None:
     clock = Clock()
     speculator = far(Oracle(TEXT, 1.0), clock)
     times = speculator._speculation.times
-    steps = speculator.after(TEXT[10:11], pick(10, room=999), depth=4)
+    steps = after(speculator, clock, TEXT[10:11], pick(10, room=999), depth=4)
     run, at, before = tuple(chain(*steps)), 16, times.interval(17)
 
     for seconds in (0.6, 0.1, 0.1, 0.1, 9.9, 9.9):
         clock.now += seconds
         pos = 27 - 16 + at - 16
         job = pick(pos, run[at - 16 : at], 999, ahead=run[at:])
-        run += tuple(chain(*speculator.after(TEXT[pos : pos + 17], job, depth=4)))
+        run += tuple(chain(*after(speculator, clock, TEXT[pos : pos + 17], job, depth=4)))
         at += 17
 
     assert times.of(17) == 0.3
@@ -445,15 +459,15 @@ def test_a_step_after_a_cancelled_flight_does_not_measure_a_trip() -> None:
     speculator = far(Oracle(TEXT[:13], 1.0), clock)
     times = speculator._speculation.times
     clock.now += 0.3
-    speculator.after((10,), pick(10), depth=8)
+    after(speculator, clock, (10,), pick(10), depth=8)
     clock.now += 0.4
 
-    speculator.after((11, 0), pick(11, (11, 12), ahead=(13, 14)), depth=8)
+    after(speculator, clock, (11, 0), pick(11, (11, 12), ahead=(13, 14)), depth=8)
     clock.now += 9.9
-    speculator.after((14,), pick(13), depth=8)
+    after(speculator, clock, (14,), pick(13), depth=8)
     clock.now += 0.2
     before = times.of(1)
-    speculator.after((15,), pick(14), depth=8)
+    after(speculator, clock, (15,), pick(14), depth=8)
 
     assert before == pytest.approx(0.3)
     assert 0.2 < times.of(1) < 0.3
