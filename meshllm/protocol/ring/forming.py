@@ -14,7 +14,8 @@ Theory of operation
 Once all nodes of the plan have loaded their spans (``formed``), each node dials the next rank and
 accepts the link of the previous rank. A ring of one opens as soon as it has loaded. One that breaks
 after it was open for `SILENCE` is formed again at once: a link may have blinked. ``follow``
-abandons any state: the current job is stopped, and idle links of older plans are closed.
+abandons any state: the current job is stopped, and idle links of older plans are closed. `NEXT` is
+the whole table.
 
 The driver runs one job at a time, `Load`, `OpenLink` or `Begin`, and reports its outcome; a stopped
 job reports nothing. It reads ahead on every idle link, and reports ``gone`` when the peer closed
@@ -37,9 +38,11 @@ Races, and who wins:
 """
 
 from collections import deque
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from math import inf
+from typing import TypeAlias
 
 from meshllm.errors import MeshError
 from meshllm.names import Digest, NodeId
@@ -69,6 +72,69 @@ class FormingState(Enum):
     """Linked to the next rank, not yet to the previous one."""
     OPEN = auto()
     BACKOFF = auto()
+
+
+class FormingEvent(Enum):
+    """What changes the state: the methods of `Forming`, and what they find has happened before."""
+
+    FOLLOW = auto()
+    LOADED = auto()
+    UNLOADABLE = auto()
+    RELOAD = auto()
+    FORMED = auto()
+    """All nodes have loaded: reported now, or before this state was entered."""
+    DIALLED = auto()
+    FAILED = auto()
+    ARRIVED = auto()
+    """The link of the previous rank: it came now, or before this node had dialled."""
+    GONE = auto()
+    """The dialled link; that of others changes no state."""
+    BROKE = auto()
+    EXPIRE = auto()
+
+
+_Row: TypeAlias = Mapping[FormingEvent, Collection[FormingState]]
+
+
+def _row(events: _Row) -> _Row:
+    """Return the row of a state; any state is left for another plan."""
+    return {FormingEvent.FOLLOW: (FormingState.IDLE, FormingState.LOADING), **events}
+
+
+NEXT: Mapping[FormingState, _Row] = {
+    FormingState.IDLE: _row({}),
+    FormingState.LOADING: _row(
+        {
+            # A ring of one is open at once.
+            FormingEvent.LOADED: (FormingState.WAITING, FormingState.OPEN),
+            FormingEvent.UNLOADABLE: (FormingState.UNLOADED,),
+        }
+    ),
+    FormingState.UNLOADED: _row({FormingEvent.RELOAD: (FormingState.LOADING,)}),
+    # A ring of one waits only after it broke.
+    FormingState.WAITING: _row({FormingEvent.FORMED: (FormingState.DIALING, FormingState.OPEN)}),
+    FormingState.DIALING: _row(
+        {
+            FormingEvent.DIALLED: (FormingState.HALF,),
+            FormingEvent.FAILED: (FormingState.BACKOFF,),
+        }
+    ),
+    FormingState.HALF: _row(
+        {
+            # It backs off from a previous rank that follows another plan.
+            FormingEvent.ARRIVED: (FormingState.OPEN, FormingState.BACKOFF),
+            FormingEvent.GONE: (FormingState.BACKOFF,),
+            FormingEvent.EXPIRE: (FormingState.BACKOFF,),
+        }
+    ),
+    # It backs off if it was open for a short time only.
+    FormingState.OPEN: _row({FormingEvent.BROKE: (FormingState.WAITING, FormingState.BACKOFF)}),
+    FormingState.BACKOFF: _row({FormingEvent.EXPIRE: (FormingState.WAITING,)}),
+}
+"""The states that may follow one, by event; an event that is not in its row changes nothing.
+
+`Forming.close` ends in `IDLE` from any state.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,34 +239,34 @@ class Forming:
             ReportLoad(is_loaded=False),
         ]
         if plan is None or plan.rank(self._me) is None:
-            self._enter(FormingState.IDLE, now)
+            self._enter(FormingEvent.FOLLOW, FormingState.IDLE, now)
             return [*given_up, Release()]
-        self._enter(FormingState.LOADING, now)
+        self._enter(FormingEvent.FOLLOW, FormingState.LOADING, now)
         return [*given_up, Load(plan)]
 
     def loaded(self, now: float) -> list[Action]:
         """Note that the span is loaded."""
-        if self.state is not FormingState.LOADING or self.plan is None:
+        if not self._expects(FormingEvent.LOADED) or self.plan is None:
             return []
         report = ReportLoad(is_loaded=True)
         if len(self.plan.stages) == 1:
-            self._enter(FormingState.OPEN, now)
+            self._enter(FormingEvent.LOADED, FormingState.OPEN, now)
             return [report, Begin(self.plan, None, None)]
-        self._enter(FormingState.WAITING, now)
+        self._enter(FormingEvent.LOADED, FormingState.WAITING, now)
         return [report, *self._attempt(now)]
 
     def unloadable(self, trouble: MeshError, now: float) -> list[Action]:
         """Note that the span cannot be loaded, and why."""
-        if self.state is not FormingState.LOADING:
+        if not self._expects(FormingEvent.UNLOADABLE):
             return []
-        self._enter(FormingState.UNLOADED, now)
+        self._enter(FormingEvent.UNLOADABLE, FormingState.UNLOADED, now)
         return [ReportLoad(is_loaded=False, trouble=trouble)]
 
     def reload(self, now: float) -> list[Action]:
         """Retry loading after it failed."""
-        if self.state is not FormingState.UNLOADED or self.plan is None:
+        if not self._expects(FormingEvent.RELOAD) or self.plan is None:
             return []
-        self._enter(FormingState.LOADING, now)
+        self._enter(FormingEvent.RELOAD, FormingState.LOADING, now)
         return [Load(self.plan)]
 
     def formed(self, now: float, *, is_formed: bool) -> list[Action]:
@@ -217,18 +283,18 @@ class Forming:
 
     def dialled(self, link: int, now: float) -> list[Action]:
         """Take the link to the next rank."""
-        if self.state is not FormingState.DIALING:
+        if not self._expects(FormingEvent.DIALLED):
             return [CloseLink(link)]
         self._dialled = link
-        self._enter(FormingState.HALF, now)
+        self._enter(FormingEvent.DIALLED, FormingState.HALF, now)
         return self._open_if_linked(now)
 
     def failed(self, reason: str, now: float) -> list[Action]:
         """Note that dialling the next rank failed."""
-        if self.state is not FormingState.DIALING:
+        if not self._expects(FormingEvent.FAILED):
             return []
         self._missing = self._neighbour(1)
-        return self._back_off(reason, now)
+        return self._back_off(FormingEvent.FAILED, reason, now)
 
     def arrived(self, peer: NodeId, hello: Hello, link: int, now: float) -> list[Action]:
         """Take an inbound link whose `Hello` has arrived."""
@@ -243,7 +309,7 @@ class Forming:
     def gone(self, link: int, now: float) -> list[Action]:
         """Note that the peer closed an idle link."""
         if link == self._dialled:
-            return self._back_off("The next rank closed the link", now)
+            return self._back_off(FormingEvent.GONE, "The next rank closed the link", now)
         self._arrivals = {
             peer: arrival for peer, arrival in self._arrivals.items() if arrival.link != link
         }
@@ -251,13 +317,13 @@ class Forming:
 
     def broke(self, reason: str, now: float) -> list[Action]:
         """Note that the open ring has ended."""
-        if self.state is not FormingState.OPEN:
+        if not self._expects(FormingEvent.BROKE):
             return []
         self._job_links, self._closed_since = [], now
         if now - self._since <= SILENCE:
-            return self._back_off(reason, now)
+            return self._back_off(FormingEvent.BROKE, reason, now)
         self._backoff_s = FIRST_BACKOFF_S / 2
-        self._enter(FormingState.WAITING, now)
+        self._enter(FormingEvent.BROKE, FormingState.WAITING, now)
         return [AttemptEnded(reason), *self._close_links(), *self._attempt(now)]
 
     def close(self) -> list[Action]:
@@ -282,23 +348,26 @@ class Forming:
             return []
         if self.state is FormingState.HALF:
             self._missing = self._neighbour(-1)
-            return self._back_off("The previous rank did not connect in time", now)
-        self._enter(FormingState.WAITING, now)
+            return self._back_off(
+                FormingEvent.EXPIRE, "The previous rank did not connect in time", now
+            )
+        self._enter(FormingEvent.EXPIRE, FormingState.WAITING, now)
         return self._attempt(now)
 
     def _attempt(self, now: float) -> list[Action]:
         """Dial the next rank once all nodes have loaded."""
-        if self.state is not FormingState.WAITING or not self._is_formed or self.plan is None:
+        is_due = self._is_formed and self._expects(FormingEvent.FORMED)
+        if not is_due or self.plan is None:
             return []
         if len(self.plan.stages) == 1:
-            self._enter(FormingState.OPEN, now)
+            self._enter(FormingEvent.FORMED, FormingState.OPEN, now)
             return [Begin(self.plan, None, None)]
-        self._enter(FormingState.DIALING, now)
+        self._enter(FormingEvent.FORMED, FormingState.DIALING, now)
         return [OpenLink(self._neighbour(1))]
 
     def _open_if_linked(self, now: float) -> list[Action]:
         """Open the ring once both links exist."""
-        if self.state is not FormingState.HALF or self.plan is None:
+        if not self._expects(FormingEvent.ARRIVED) or self.plan is None:
             return []
         before = self._neighbour(-1)
         arrival = self._arrivals.get(before)
@@ -306,11 +375,13 @@ class Forming:
             return []
         if (arrival.epoch, arrival.plan) != self.plan.precedence:
             self._missing = before
-            return self._back_off("The previous rank follows another plan", now)
+            return self._back_off(
+                FormingEvent.ARRIVED, "The previous rank follows another plan", now
+            )
         del self._arrivals[before]
         after, self._dialled = self._dialled, None
         self._job_links = [link for link in (arrival.link, after) if link is not None]
-        self._enter(FormingState.OPEN, now)
+        self._enter(FormingEvent.ARRIVED, FormingState.OPEN, now)
         self._missing = None
         return [Begin(self.plan, arrival.link, after)]
 
@@ -319,9 +390,9 @@ class Forming:
         rank = self.plan.rank(self._me) or 0
         return self.plan.stages[(rank + distance) % len(self.plan.stages)].node
 
-    def _back_off(self, reason: str, now: float) -> list[Action]:
+    def _back_off(self, event: FormingEvent, reason: str, now: float) -> list[Action]:
         self._backoff_s = min(self._backoff_s * 2, LAST_BACKOFF_S)
-        self._enter(FormingState.BACKOFF, now)
+        self._enter(event, FormingState.BACKOFF, now)
         return [AttemptEnded(reason), *self._close_links()]
 
     def _close_links(self) -> list[CloseLink]:
@@ -342,6 +413,10 @@ class Forming:
         oldest = next(peer for peer in self._arrivals if peer != awaited)
         return [CloseLink(self._arrivals.pop(oldest).link)]
 
-    def _enter(self, state: FormingState, now: float) -> None:
+    def _expects(self, event: FormingEvent) -> bool:
+        return event in NEXT[self.state]
+
+    def _enter(self, event: FormingEvent, state: FormingState, now: float) -> None:
+        assert state in NEXT[self.state][event]
         self.state, self._since = state, now
         self.history.append((state, now))

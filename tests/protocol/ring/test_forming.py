@@ -1,5 +1,8 @@
 """Forming a ring: loading, linking to both neighbours, serving, and backoff after a loss."""
 
+from collections import defaultdict
+from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -14,10 +17,12 @@ from meshllm.protocol.ring.forming import (
     LINK_S,
     MAX_ARRIVALS,
     MAX_HISTORY,
+    NEXT,
     AttemptEnded,
     Begin,
     CloseLink,
     Forming,
+    FormingEvent,
     FormingState,
     Load,
     OpenLink,
@@ -37,6 +42,7 @@ def plan_of(*places: tuple[NodeId, str], epoch: int = 1) -> Plan:
 
 ALONE = plan_of((A, "0:6"))
 RING = plan_of((A, "0:2"), (B, "2:4"), (C, "4:6"))
+OTHERS = plan_of((B, "0:3"), (C, "3:6"))
 LATER = plan_of((A, "0:2"), (B, "2:4"), (C, "4:6"), epoch=2)
 LOADED, UNLOADED = ReportLoad(is_loaded=True), ReportLoad(is_loaded=False)
 
@@ -58,6 +64,92 @@ def half(now: float = 0.0) -> Forming:
     machine = dialing(now)
     machine.dialled(7, now)
     return machine
+
+
+class Recorded(Forming):
+    """Records the changes of its state during a call."""
+
+    def __init__(self) -> None:
+        super().__init__(A)
+        self.changes: list[tuple[FormingState, FormingEvent, FormingState]] = []
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Everything that decides what it does next, but for the time."""
+        return self.state, self.plan, self._is_formed, tuple(self._arrivals.values())
+
+    def after(self, call: Callable[[Forming, float], object], now: float) -> "Recorded":
+        after = deepcopy(self)
+        after.changes = []
+        call(after, now)
+        return after
+
+    def _enter(self, event: FormingEvent, state: FormingState, now: float) -> None:
+        self.changes.append((self.state, event, state))
+        super()._enter(event, state, now)
+
+
+CALLS: list[tuple[FormingEvent, Callable[[Forming, float], object]]] = [
+    (FormingEvent.FOLLOW, lambda each, now: each.follow(RING, now)),
+    (FormingEvent.FOLLOW, lambda each, now: each.follow(ALONE, now)),
+    (FormingEvent.FOLLOW, lambda each, now: each.follow(OTHERS, now)),
+    (FormingEvent.FOLLOW, lambda each, now: each.follow(None, now)),
+    (FormingEvent.LOADED, lambda each, now: each.loaded(now)),
+    (FormingEvent.UNLOADABLE, lambda each, now: each.unloadable(ModelError("no memory"), now)),
+    (FormingEvent.RELOAD, lambda each, now: each.reload(now)),
+    (FormingEvent.FORMED, lambda each, now: each.formed(now, is_formed=True)),
+    (FormingEvent.FORMED, lambda each, now: each.formed(now, is_formed=False)),
+    (FormingEvent.DIALLED, lambda each, now: each.dialled(7, now)),
+    (FormingEvent.FAILED, lambda each, now: each.failed("no answer", now)),
+    (FormingEvent.ARRIVED, lambda each, now: each.arrived(C, hello(), 8, now)),
+    (FormingEvent.ARRIVED, lambda each, now: each.arrived(C, hello(C, LATER), 8, now)),
+    (FormingEvent.GONE, lambda each, now: each.gone(7, now)),
+    (FormingEvent.GONE, lambda each, now: each.gone(8, now)),
+    (FormingEvent.BROKE, lambda each, now: each.broke("lost", now)),
+    (FormingEvent.EXPIRE, lambda each, now: each.expire(now)),
+]
+
+
+def reachable() -> list[Recorded]:
+    """Make any sequence of calls, soon or late; return the machine after each, by what differs."""
+    start = Recorded()
+    seen, open_, after = {start.key}, [start], list[Recorded]()
+    while open_:
+        machine = open_.pop()
+        for event, call in CALLS:
+            for seconds in (0.0, SILENCE + ARRIVE_S + LAST_BACKOFF_S):
+                now = machine.history[-1][1] + seconds if machine.history else seconds
+                made = machine.after(call, now)
+                assert all(each[1] is event for each in made.changes[:1])
+                after.append(made)
+                if made.key not in seen:
+                    seen.add(made.key)
+                    open_.append(made)
+    return after
+
+
+def test_the_table_has_every_change_of_state_and_no_other() -> None:
+    found: dict[FormingState, dict[FormingEvent, set[FormingState]]] = defaultdict(dict)
+    for machine in reachable():
+        for before, event, after in machine.changes:
+            found[before].setdefault(event, set()).add(after)
+
+    assert found == {
+        state: {event: set(states) for event, states in row.items()} for state, row in NEXT.items()
+    }
+
+
+def test_states_with_a_deadline_are_those_that_expire() -> None:
+    machines = reachable()
+
+    assert {each.state for each in machines} == set(FormingState)
+    for each in machines:
+        assert (each.deadline is not None) == (FormingEvent.EXPIRE in NEXT[each.state])
+
+
+def test_a_change_that_is_not_in_the_table_is_a_bug() -> None:
+    with pytest.raises(AssertionError):
+        half()._enter(FormingEvent.ARRIVED, FormingState.WAITING, 1.0)
 
 
 def test_a_ring_of_one_opens_when_it_has_loaded() -> None:
