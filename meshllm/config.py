@@ -84,7 +84,7 @@ class Settings:
     draft: str | None = None
     """Draft model for speculative decoding, named as `--model`."""
     exact: bool = False
-    """Compute each token bit-identically to transformers."""
+    """Compute with plain torch, bit-identically to transformers."""
     wire: WireName = "exact"
     """Encoding of hidden states; `int8` is smaller but lossy."""
     prefix_cache: str | None = None

@@ -22,7 +22,8 @@ class InferenceConfig:
     threads: int | None = None
     """Threads of torch; None chooses by measurement."""
     exact: bool = False
-    """Compute each token bit-identically to transformers, without speculation."""
+    """Compute with plain torch, one row per step, without drafts and prefix cache: bit-identically
+    to transformers, unless matrices are quantised or the ``wire`` is lossy."""
     speculation: bool = True
     """Speculative decoding: draft tokens and verify several in one step, if the model allows."""
     draft: str | None = None
@@ -42,8 +43,8 @@ class InferenceConfig:
 
     @property
     def is_exact(self) -> bool:
-        """Whether tokens are bit-identical to those of transformers, hidden states included."""
-        return self.exact and self.wire is WireMode.EXACT
+        """Whether tokens of a model that is not quantised are bit-identical to transformers'."""
+        return self.exact and self.wire in (WireMode.EXACT, WireMode.PLAIN)
 
 
 @dataclass(frozen=True, slots=True)

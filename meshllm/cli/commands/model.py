@@ -114,8 +114,9 @@ def show(model: Model, as_json: Json = False, **flags: Scalar) -> None:
 def verify(model: Model, as_json: Json = False, **flags: Scalar) -> None:
     """Compare a model split in 2 and 3 with the whole one.
 
-    The logits of a short prompt and of 16 greedy tokens are compared bit for bit with those of
-    `generate` of transformers. If they differ by more than rounding, the exit code is 4.
+    The parts compute as with `--exact`, in plain torch. The logits of a short prompt and of 16
+    greedy tokens are compared bit for bit with those of `generate` of transformers. If they differ
+    by more than rounding, the exit code is 4.
     """
     chosen = settings(flags)
     with render.Status(sys.stderr) as status:

@@ -488,7 +488,8 @@ class RequestRouter:
         if request.needs_exact and not self._ring.is_exact(entry, request.model):
             name = self._ring.name_of(entry.node)
             text = f"The ring of {name} is not bit-identical to transformers"
-            return WrongField("meshllm.exact", text, hint="start its nodes with `--exact`")
+            hint = "start its nodes with `--exact`, and without `--quant`"
+            return WrongField("meshllm.exact", text, hint=hint)
         return None
 
     async def _entries(self, request: Request, wait_s: float) -> Sequence[RingEntry]:

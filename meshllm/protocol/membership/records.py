@@ -149,7 +149,7 @@ class Profile:
     revoked: tuple[bytes, ...] = ()
     """Tags of API keys that its owner revoked, the newest last."""
     is_exact: bool = False
-    """Whether it computes each token bit-identically to transformers."""
+    """Whether it computes bit-identically to transformers what is not quantised."""
     shares: tuple[RingShare, ...] = ()
     """What of its memory further rings may use, in order of their groups; never more than it has.
     The other fields are those of the first ring, which has the rest."""
