@@ -24,6 +24,8 @@ The number is the exit code of the command. A bug is not a ``MeshError`` and kee
 
 import errno
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 
@@ -119,6 +121,24 @@ class QuotaUsed(Busy):
         super().__init__(message, hint=hint)
         self.retry_s = retry_s
         """Seconds until tokens are free, if no request ends early."""
+
+
+@contextmanager
+def foreign_code(
+    describe: Callable[[Exception], MeshError],
+    *,
+    expected: tuple[type[MeshError], ...] = (MeshError,),
+) -> Iterator[None]:
+    """Replace what third-party code raises, which may be anything, by an error of ours.
+
+    What is ``expected`` of it stays, and so does a lack of memory, which is nobody's bug.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, (MemoryError, *expected)):
+            raise
+        raise describe(error) from error
 
 
 def cannot_listen(address: str, error: OSError) -> UserError:

@@ -217,21 +217,10 @@ def test_a_planted_violation_is_found(plant: str) -> None:
 BROAD = {
     "meshllm.cli.app._wants_traceback": "part of the boundary: it reports an error already",
     "meshllm.cli.app.main": "the boundary: no traceback without --debug",
-    "meshllm.model.steps.replay._record": "model code; the step runs without a replay",
-    "meshllm.model.text.tokenizer._load": "the tokenizers library raises Exception itself",
+    "meshllm.errors.foreign_code": "third-party code may raise anything: it gets a type",
     "meshllm.node.compute.batcher._report": "handed to the supervisor of all sessions",
-    "meshllm.node.compute.warm_up.run": "model code; steps are recorded on first use, or never",
     "meshllm.node.compute.worker._run_step": "handed to the caller on another thread",
-    "meshllm.node.compute.worker._timed": "raised again; panics of Rust code get a type",
-    "meshllm.node.net.dialer.attempt": "a third-party plugin, with an address of a peer",
-    "meshllm.node.net.mesh_link.supervised": "the supervisor of the links",
-    "meshllm.node.requests.peer_requests._serve": "the supervisor: a bug ends its request",
-    "meshllm.node.ring.session_store._adopt": "model code; what was handed over is computed again",
-    "meshllm.node.session.generation.copy_base": "model code; the first job meets it again",
-    "meshllm.node.session.stage._adopt": "the supervisor: a bug only costs a prefix",
-    "meshllm.node.timer._fire": "raised again, once the timer is set",
-    "meshllm.traces.recorder.generate": "raised again, once it is noted",
-    "meshllm.transport.registry._make": "third-party code may raise anything at import",
+    "meshllm.node.supervisor.contained": "the supervisor: a bug ends the job of one peer",
 }
 """The functions that may catch `Exception`, and why; elsewhere errors are named."""
 

@@ -9,13 +9,18 @@ context variable is inherited; their first error makes it fail. All errors are a
 previous handler, and others, such as those of a transport, which end its link only, to that alone.
 Several programs on one loop may start and end in any order: a handler that has ended passes errors
 on until the handlers installed after it have ended, too.
+
+What a peer can cause by its messages is `contained`: a bug there ends the job for that peer.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Self, TypeAlias
+
+logger = logging.getLogger(__name__)
 
 _Handler: TypeAlias = Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object]
 _OWNER: ContextVar["Supervisor | None"] = ContextVar("supervisor", default=None)
@@ -72,3 +77,13 @@ class Supervisor:
         get_context = getattr(source, "get_context", None)  # since Python 3.12
         context = get_context() if get_context else getattr(source, "_context", None)
         return context is None or context.get(_OWNER) is self
+
+
+@contextmanager
+def contained(text: str, report: Callable[[Exception], None] = lambda _: None) -> Iterator[None]:
+    """Log and report a bug in what is done for one peer: it ends that job, not the node."""
+    try:
+        yield
+    except Exception as error:
+        logger.exception(text)
+        report(error)

@@ -58,12 +58,13 @@ class DeadlineTimer:
         self._timer = loop.call_at(at, self._fire, context=self._context)
 
     def _fire(self) -> None:
-        self._timer = None
+        self._timer, has_expired = None, False
         try:
             self._expire()
-        except Exception:  # raised again, for the supervisor
+            has_expired = True
+        finally:  # an error goes on to the supervisor
+            if has_expired:
+                self.reset()
             # The deadline may be the same: without a pause this would be a busy loop.
-            if (deadline := self._deadline()) is not None:
+            elif (deadline := self._deadline()) is not None:
                 self._arm(max(deadline, loop_time() + AFTER_ERROR_S))
-            raise
-        self.reset()

@@ -63,6 +63,14 @@ class _Record:
     first: float | None = None
     finish_reason: Finish = "cancelled"
 
+    def __enter__(self) -> None:
+        """Record an answer."""
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Note that an error has ended it, which a cancellation is not."""
+        if kind is not None and issubclass(kind, Exception):
+            self.finish_reason = "error"
+
     def take(self, event: Event) -> None:
         match event:
             case PromptTokens(start, tokens) if start == self.buckets.count:
@@ -119,14 +127,12 @@ class _Traced:
         record = await self.recorder.begin(self.model, request)
         events = self.backend.generate(replace(request, reports_prompt=True))
         try:
-            async with aclosing(events):
-                async for event in events:
-                    record.take(event)
-                    if request.reports_prompt or not isinstance(event, PromptTokens):
-                        yield event
-        except Exception:
-            record.finish_reason = "error"
-            raise
+            with record:
+                async with aclosing(events):
+                    async for event in events:
+                        record.take(event)
+                        if request.reports_prompt or not isinstance(event, PromptTokens):
+                            yield event
         finally:
             await asyncio.to_thread(self.recorder.file.write, record.line().to_json())
 

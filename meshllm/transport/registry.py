@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from typing import Self
 
-from meshllm.errors import PluginError
+from meshllm.errors import PluginError, foreign_code
 from meshllm.transport.contract import Transport
 
 GROUP = "meshllm.transports"
@@ -106,14 +106,15 @@ class Registry:
 
 
 def _make(point: EntryPoint) -> Transport:
-    try:
-        factory: Callable[[], object] = point.load()
-        transport = factory()
-    except Exception as error:  # third-party code may raise anything at import
-        raise PluginError(
+    def broken(error: Exception) -> PluginError:
+        return PluginError(
             f"Transport `{point.name}` of {_source(point)} is broken: {error}",
             hint=f"update or uninstall `{_offer(point).distribution}`",
-        ) from error
+        )
+
+    with foreign_code(broken, expected=()):
+        factory: Callable[[], object] = point.load()
+        transport = factory()
     if not isinstance(transport, Transport) or transport.name != point.name:
         raise PluginError(
             f"`{point.value}` of {_source(point)} is not a transport named `{point.name}`",

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from meshllm.node.supervisor import Supervisor
+from meshllm.node.supervisor import Supervisor, contained
 
 Told = dict[str, Any]
 
@@ -133,3 +133,23 @@ async def test_without_another_handler_the_loop_logs_the_error(
         await settle()
 
     assert "a bug" in caplog.text
+
+
+def test_a_bug_in_a_job_is_logged_and_reported(caplog: pytest.LogCaptureFixture) -> None:
+    reported = list[Exception]()
+
+    with contained("bug in a job", reported.append):
+        fail()
+    with contained("bug in another"):
+        fail()
+
+    assert [str(each) for each in reported] == ["a bug"]
+    assert [each.getMessage() for each in caplog.records] == ["bug in a job", "bug in another"]
+    assert all(each.exc_info for each in caplog.records)
+
+
+def test_a_cancelled_job_is_not_a_bug(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(asyncio.CancelledError), contained("bug in a job"):
+        raise asyncio.CancelledError
+
+    assert not caplog.records

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from meshllm.model.kernels import jit
+from meshllm.model.split.anatomy import PROBE_ERRORS
 from meshllm.model.split.kv_cache import SpanCache
 from meshllm.model.steps.compiled_step import CompiledStep, ScoreBuffer
-from meshllm.model.steps.trace import Tracer
+from meshllm.model.steps.trace import NotReplayable, Tracer
 
 EAGER_STEPS = 4
 """Eager steps of more than one row before the trace: some row counts occur once or twice.
@@ -33,6 +34,8 @@ MOST_TRIES = 16
 
 _DTYPES = torch.int64, torch.bfloat16  # of token ids, and of hidden states
 _NEAR, _FAR = 1, 100_000  # tokens; cache lengths that no step may distinguish
+_REFUSALS = NotReplayable, MemoryError, OSError, *PROBE_ERRORS
+"""What model code raises with other inputs than it expects, and the compiler of its trace."""
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +137,7 @@ class Replay:
             x, places = x.clone(memory_format=whole), places.clone(memory_format=whole)
         try:
             outputs = [_run_behind(length, x, places, caches, forward) for length in (_NEAR, _FAR)]
-        except Exception as reason:  # from model code; invalid rows fail below, too
+        except _REFUSALS as reason:  # of model code; invalid rows fail below, too
             output = forward(x, places)
             self._disable(state, x, f"the forward fails with another cache length: {reason}")
             return output
@@ -152,7 +155,7 @@ class Replay:
         try:
             threads = torch.get_num_threads()
             state.compiled = CompiledStep(tracer.end(output), x, threads, self._scores)
-        except Exception as reason:  # `NotReplayable`, or an operation that is not supported
+        except _REFUSALS as reason:
             self._disable(state, x, str(reason).strip() or type(reason).__name__)
         return output
 

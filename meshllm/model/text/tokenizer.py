@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from jinja2 import TemplateError
 
-from meshllm.errors import MeshError, ModelError, UserError
+from meshllm.errors import MeshError, ModelError, UserError, foreign_code
 from meshllm.model.text.chat_style import ChatStyle
 from meshllm.model.text.deadline import DeadlineExceeded, run_within
 from meshllm.model.text.detokenizer import TextStream
@@ -38,16 +38,6 @@ PROMPT_S = 30.0  # s for a template and its tokens; 4 MiB of text, the most in a
 
 logger = logging.getLogger(__name__)
 
-# Raised by transformers for invalid tokenizer files, besides bare Exception (see `_load`).
-_UNREADABLE = (
-    OSError,
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    ImportError,
-    RecursionError,
-)
 # Raised by templates in jinja2's sandbox; ValueError is transformers' own.
 _REFUSALS = (
     TemplateError,
@@ -301,17 +291,15 @@ def _load(folder: Path) -> Any:
     if not folder.is_dir():
         raise ModelError(f"There is no folder `{folder}`")
     quieten()
-    try:
+
+    def unreadable(error: Exception) -> ModelError:
+        text = f"The tokenizer in `{folder}` is missing or damaged: {type(error).__name__}"
+        return ModelError(text, hint=_FETCH_TOKENIZER)
+
+    with foreign_code(unreadable):  # the tokenizers library raises even a bare Exception
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:
-        # The tokenizers library raises bare Exception for an invalid file.
-        if type(error) is Exception or isinstance(error, _UNREADABLE):
-            raise ModelError(
-                f"The tokenizer in `{folder}` is missing or damaged", hint=_FETCH_TOKENIZER
-            ) from error
-        raise
     # Without its file transformers still makes a tokenizer of a known class, with no vocabulary.
     names = tokenizer.vocab_files_names.values()
     if names and not any((folder / name).is_file() for name in names):

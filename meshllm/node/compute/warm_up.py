@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from meshllm.model.split.anatomy import PROBE_ERRORS
 from meshllm.model.steps.runner import Runner
 from meshllm.node.compute.allowance import Allowance
 from meshllm.node.compute.worker import Worker
@@ -40,7 +41,7 @@ class WarmUp:
                 while not is_done:
                     await asyncio.sleep(allowance.wait_s(time.monotonic()))
                     is_done = await worker.run_when_idle(QUIET_S, _step, steps, allowance)
-            except Exception as error:  # foreign code; steps are recorded on first use, or never
+            except (MemoryError, *PROBE_ERRORS) as error:  # recorded on first use, or never
                 logger.warning("warm-up ended: %s: %s", type(error).__name__, error)
                 logger.debug("traceback of the warm-up", exc_info=error)
         self._done.set()

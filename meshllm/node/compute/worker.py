@@ -206,10 +206,10 @@ class Worker:
         self._running = begin, begin + hang_s
         try:
             return function(*args)
-        except Exception:  # goes to the caller as it is; only what is below needs a type
-            raise
-        except BaseException as error:
-            raise as_exception(error) from error
+        except BaseException as error:  # goes to the caller: an `Exception` as it is
+            if (known := as_exception(error)) is error:
+                raise
+            raise known from error
         finally:
             self._running = None
 

@@ -10,8 +10,9 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
-from meshllm.errors import LinkLost, MeshError, NotAuthorised
+from meshllm.errors import LinkLost, MeshError, NotAuthorised, foreign_code
 from meshllm.names import NodeId
 from meshllm.node.net.peer_address import Local, Machine, is_looked_up, permitted, resolve, target
 from meshllm.node.net.secure import HandshakeClosed, SecureLink, secure_dial
@@ -65,14 +66,12 @@ class NodeDialer:
             await asyncio.sleep(place * STAGGER_S)
             try:
                 self._count(address, local)
-                return await self._dial_one(address, purpose, expect, removals)
+                with foreign_code(partial(_buggy, address)):  # of the plugin
+                    return await self._dial_one(address, purpose, expect, removals)
             except HandshakeClosed as error:
                 errors.append(error if address in telling else _ClosedNearby(str(error)))
             except MeshError as error:
                 errors.append(error)
-            except Exception as error:  # a third-party plugin, with an address of a peer
-                logger.warning("bug in the transport at %s", address, exc_info=error)
-                errors.append(LinkLost(f"`{address}`: {type(error).__name__}"))
             return None
 
         known = await self._targets(addresses, local)
@@ -175,6 +174,12 @@ class _ClosedNearby(LinkLost):
 
 def _too_soon(address: str) -> LinkLost:
     return LinkLost(f"Nobody has answered at `{address}`; it is not dialled again so soon")
+
+
+def _buggy(address: str, error: Exception) -> LinkLost:
+    """Log a bug in a transport; other addresses of the peer may be of others."""
+    logger.warning("bug in the transport at %s", address, exc_info=error)
+    return LinkLost(f"`{address}`: {type(error).__name__}")
 
 
 def _unresolved(addresses: Sequence[str], found: Sequence[list[str] | BaseException]) -> LinkLost:

@@ -17,6 +17,7 @@ from meshllm.names import NodeId, short
 from meshllm.node.net.dialer import NodeDialer
 from meshllm.node.net.peer_address import Local
 from meshllm.node.net.secure import AdmissionPolicy, SecureLink, secure_accept
+from meshllm.node.supervisor import contained
 from meshllm.node.timer import DeadlineTimer, loop_time
 from meshllm.protocol.membership.actions import (
     Action,
@@ -304,10 +305,8 @@ class MeshLinks:
         """Run a job of one link in a task: a bug in it closes the link, not the node."""
 
         async def supervised() -> None:
-            try:
+            with contained("bug in a link"):
                 await job(*args, **kwargs)
-            except Exception:  # supervisor of the links
-                logger.exception("bug in a link")
 
         return self._jobs.create_task(supervised())
 

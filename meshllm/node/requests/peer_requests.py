@@ -17,6 +17,7 @@ from meshllm.errors import Busy, MeshError, PeerFault, UserError
 from meshllm.names import GroupId, NodeId
 from meshllm.node.offloop import OffLoop
 from meshllm.node.requests.request_json import error_to_json, event_to_lines, request_from_json
+from meshllm.node.supervisor import contained
 from meshllm.node.timer import loop_time
 from meshllm.protocol.membership.client_quota import ClientQuota, places
 from meshllm.protocol.membership.codec import (
@@ -108,7 +109,7 @@ class PeerRequests:
         if error := self._objection(peer, request_id, is_client=is_client):
             self._send(peer, AnswerEvent(request_id, error_to_json(error)))
             return
-        task = self._jobs.create_task(self._serve(peer, request_id, data, is_client=is_client))
+        task = self._jobs.create_task(self._supervised(peer, request_id, data, is_client=is_client))
         self._running[peer, request_id] = task
         task.add_done_callback(lambda _: self._running.pop((peer, request_id), None))
         if is_client:
@@ -126,6 +127,16 @@ class PeerRequests:
             text = f"{MAX_OF_CLIENTS} requests of clients are in progress"
             return Busy(text, hint="retry later")
         return self._quota.objection(peer, limits, time.time()) if is_client else None
+
+    async def _supervised(
+        self, peer: NodeId, request_id: bytes, data: bytes, *, is_client: bool
+    ) -> None:
+        def report(error: Exception) -> None:
+            bug = MeshError(f"Bug: {type(error).__name__}")
+            self._send(peer, AnswerEvent(request_id, error_to_json(bug)))
+
+        with contained("bug while serving a request", report):
+            await self._serve(peer, request_id, data, is_client=is_client)
 
     async def _serve(
         self, peer: NodeId, request_id: bytes, data: bytes, *, is_client: bool
@@ -147,12 +158,6 @@ class PeerRequests:
                         self._send(peer, AnswerEvent(request_id, line))
         except MeshError as error:
             self._send(peer, AnswerEvent(request_id, error_to_json(error)))
-        except Exception as error:  # the supervisor: a bug ends its request, not the node
-            logger.exception("bug while serving a request")
-            self._send(
-                peer,
-                AnswerEvent(request_id, error_to_json(MeshError(f"Bug: {type(error).__name__}"))),
-            )
 
     async def _limited(self, request: Request, client: NodeId) -> AsyncGenerator[Event, None]:
         """Answer a client within its limits; count the tokens, also if it does not wait for them.

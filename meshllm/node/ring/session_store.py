@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Self
 
+from meshllm.model.split.anatomy import PROBE_ERRORS
 from meshllm.model.split.received_rows import ReceivedRows
 from meshllm.model.split.session_cache import SessionCache
 from meshllm.model.steps.runner import SpanRunner
@@ -102,7 +103,7 @@ def _adopt(
     pairs = [(caches[each], rows) for each, rows in received.items() if each in caches]
     try:
         layers.adopt(pairs)
-    except Exception:  # model code; what is missing is computed again
+    except (MemoryError, *PROBE_ERRORS):  # of model code; what is missing is computed again
         logger.warning("KV caches that were handed over are not used", exc_info=True)
 
 

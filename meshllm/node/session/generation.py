@@ -12,6 +12,7 @@ from torch import Tensor
 
 from meshllm.errors import MeshError, ModelError
 from meshllm.model.sampling import pick
+from meshllm.model.split.anatomy import PROBE_ERRORS
 from meshllm.model.split.session_cache import SessionCache
 from meshllm.model.steps.runner import Runner, SpanRunner
 from meshllm.model.text.grammar import Constraint
@@ -287,8 +288,8 @@ class Generation:
             self._opened_cache()
         except CacheMiss:
             pass  # the first job starts again, without it
-        except Exception:
-            logger.exception("a bug: the prefix of a prompt is not copied")  # it ends one session
+        except PROBE_ERRORS:  # of model code; the first job meets it again, and ends one session
+            logger.exception("a bug: the prefix of a prompt is not copied")
 
     def embed(self, job: Embed, watch: Stopwatch) -> Blob | None:
         """Run tokens through the embedding and the local layers.

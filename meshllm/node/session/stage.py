@@ -12,6 +12,7 @@ from typing import Any, assert_never
 from torch import Tensor
 
 from meshllm.errors import MeshError, ModelError, PeerFault
+from meshllm.model.split.anatomy import PROBE_ERRORS
 from meshllm.model.split.session_cache import SessionCache
 from meshllm.model.steps.lm_head import BLOCK
 from meshllm.model.steps.runner import Runner, SpanRunner
@@ -224,7 +225,7 @@ class StageNode:
                 cache = cache.branch(job.length)
         except (ModelError, RuntimeError, MemoryError) as error:  # the last two: out of memory
             logger.info("no cache to continue from: %s", error)
-        except Exception:  # the supervisor: a bug only costs the session its prefix
+        except PROBE_ERRORS:  # of model code; the session only loses its prefix
             logger.exception("cannot copy a cache")
         else:
             if cache is not None:

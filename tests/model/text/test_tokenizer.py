@@ -183,13 +183,26 @@ def test_a_damaged_tokenizer_is_named(folder: Path, content: bytes) -> None:
     assert str(folder) in str(caught.value)
 
 
-def test_a_bug_in_a_library_keeps_its_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def divide(*_: object, **__: object) -> float:
-        return 1 / 0
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (ZeroDivisionError("oh"), ModelError, "is missing or damaged: ZeroDivisionError"),
+        (MemoryError("oh"), MemoryError, "oh"),
+    ],
+)
+def test_a_bug_in_a_library_keeps_its_name(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    kind: type[Exception],
+    text: str,
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
 
-    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", divide)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", fail)
 
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(kind, match=text):
         Text.load(folder)
 
 

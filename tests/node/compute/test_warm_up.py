@@ -226,6 +226,12 @@ async def test_an_error_in_one_runner_does_not_stop_the_others(
     assert runners[1].done == 1
 
 
+async def test_an_error_that_no_model_code_raises_is_a_bug() -> None:
+    async with begin(FakeRunner(1, EOFError("ours"))) as (whole, _):
+        with pytest.raises(EOFError):
+            await whole.run()
+
+
 @pytest.mark.skipif(not jit.jit_available(), reason="no memory becomes executable here")
 @pytest.mark.parametrize("own_threads", [False, True])
 @pytest.mark.parametrize("nodes", [1, 2])

@@ -91,17 +91,27 @@ def test_what_two_changes_of_plan_moved_is_lost_unless_a_ring_was_open_long_enou
     assert (found[0].lost if found else None) == moved
 
 
-def test_what_the_model_cannot_take_over_is_computed_again(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def layers_with(error: Exception) -> SpanRunner:
+    """Return layers that can take over nothing."""
+
     class Layers:
         def new_cache(self) -> SessionCache:
             return SessionCache([SpanCache(LlamaConfig(num_hidden_layers=2), Span(0, 2))])
 
         def adopt(self, _: object) -> None:
-            raise IndexError("a bug in model code")
+            raise error
 
-    layers = cast("SpanRunner", Layers())
+    return cast("SpanRunner", Layers())
 
-    assert begun(layers, {OWN: ReceivedRows()}) == {}
+
+@pytest.mark.parametrize("error", [IndexError("a bug in model code"), MemoryError()])
+def test_what_the_model_cannot_take_over_is_computed_again(
+    caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    assert begun(layers_with(error), {OWN: ReceivedRows()}) == {}
     assert "are not used" in caplog.text
+
+
+def test_a_bug_of_ours_while_layers_take_over_is_not_hidden() -> None:
+    with pytest.raises(EOFError):
+        begun(layers_with(EOFError("ours")), {OWN: ReceivedRows()})

@@ -607,6 +607,24 @@ async def test_a_prefix_that_cannot_be_copied_is_computed_again() -> None:
         assert ended.measured.reused == 0
 
 
+async def test_model_code_that_cannot_copy_a_prefix_ends_one_session(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise AttributeError("a bug in model code")
+
+    async with running(ring=1, keeps=True) as entry:
+        await entry.read(entry.node.generate(order(*LONG, *LONG, *LONG)))
+        with monkeypatch.context() as patch:
+            patch.setattr(CountedCache, "branch", fail)
+            with pytest.raises(ModelError):
+                await entry.read(entry.node.generate(order(*LONG, 50)))
+        *_, ended = await entry.read(entry.node.generate(order(7, 8, 9)))
+
+    assert isinstance(ended, Ended)
+    assert "the prefix of a prompt is not copied" in caplog.text
+
+
 async def test_nothing_is_kept_where_the_prefix_cache_is_off() -> None:
     async with running() as entry:
         await entry.read(entry.node.generate(order(*LONG)))

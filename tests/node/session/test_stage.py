@@ -321,6 +321,23 @@ async def test_a_copy_without_memory_costs_only_the_prefix() -> None:
         assert [*stage.kept] == [ONE]
 
 
+async def test_model_code_that_cannot_copy_costs_only_the_prefix(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise AttributeError("a bug in model code")
+
+    async with serving() as stage:
+        await stage.receive(data(ONE, 0, 1, 2, 3, flags=PREFILL))
+        await stage.receive(Close(ONE, EPOCH, keep=3))
+        monkeypatch.setattr(CountedCache, "branch", fail)
+
+        _, gap = await stage.receive(Resume(TWO, EPOCH, ONE, 2, whole=False), data(TWO, 2, 9))
+
+    assert gap == Gap(TWO, EPOCH, 0, 0)
+    assert "cannot copy a cache" in caplog.text
+
+
 HELP = Flags.NEED_ROW | Flags.HELP
 
 
