@@ -9,6 +9,7 @@ from blake3 import blake3
 
 from meshllm.errors import UserError
 from meshllm.names import FIRST_GROUP, SHORT_LETTERS, GroupId, NodeId, short, show
+from meshllm.node.agreement.awaited import names_of
 from meshllm.node.view import LinkView, NodeView, RingView
 from meshllm.protocol.agreement.groups import groups_in, is_exact
 from meshllm.protocol.agreement.trial import Trial
@@ -208,7 +209,7 @@ def _served_ring(view: NodeView, ring: RingView) -> ServedRing:
         group.charter.shape.name,
         group.replica,
         RingState.SERVING if ring.is_served else state,
-        "" if ring.is_served else _by_name(view, _waits_for(ring, standbys)),
+        "" if ring.is_served else _by_name(view, _waits_for(view, ring, standbys)),
         own is not None,
         plan.epoch if plan else 0,
         show(plan.stages[0].node) if plan else None,
@@ -222,7 +223,7 @@ def _served_ring(view: NodeView, ring: RingView) -> ServedRing:
     )
 
 
-def _waits_for(ring: RingView, nodes: Sequence[NodeId]) -> str:
+def _waits_for(view: NodeView, ring: RingView, nodes: Sequence[NodeId]) -> str:
     """Return what a ring waits for, in the words of its own status where there is one."""
     if ring.own is not None and ring.own.reason:
         return ring.own.reason
@@ -230,7 +231,8 @@ def _waits_for(ring: RingView, nodes: Sequence[NodeId]) -> str:
         return "nobody uses it: a request loads it, on nodes of a model that is not used either"
     if ring.lacks_bytes:
         return f"lacks {ring.lacks_bytes / 2**30:.2f} GiB: one more node with the model"
-    return "its nodes are loading and connecting" if nodes else "no node is free"
+    names = names_of(nodes, view.profiles)
+    return f"its nodes are loading and connecting: {names}" if nodes else "no node is free"
 
 
 def _groups_of(view: NodeView, node: NodeId) -> tuple[GroupId, ...]:

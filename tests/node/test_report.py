@@ -410,7 +410,7 @@ def test_a_node_that_refuses_a_further_ring_is_not_shown_in_it(node: Owned) -> N
         _, status = node.status().rings
         return status.state, len(status.standbys), status.reason
 
-    assert shown("") == (RingState.FORMING, 1, "its nodes are loading and connecting")
+    assert shown("") == (RingState.FORMING, 1, "its nodes are loading and connecting: here")
     assert shown(REFUSES) == (RingState.WAITING, 0, "no node is free")
 
 

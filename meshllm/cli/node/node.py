@@ -15,7 +15,7 @@ import typer
 from meshllm.cli.node.door import SETTINGS as DOOR_SETTINGS
 from meshllm.cli.node.door import announce, opened_door
 from meshllm.cli.shared import complete
-from meshllm.cli.shared.events import Notice, notices
+from meshllm.cli.shared.events import Notice, notices, without_progress
 from meshllm.cli.shared.local import import_heavy
 from meshllm.cli.shared.options import check_draft, inference_config, takes
 from meshllm.cli.shared.units import listed, parse_duration
@@ -324,8 +324,8 @@ async def _report(
                     if has_layers or not is_of_layers:
                         notify(each)
                 before = after
-                if after.ring.reason != reason:
-                    reason, since = after.ring.reason, loop.time()
+                if (awaited := without_progress(after.ring.reason)) != reason:
+                    reason, since = awaited, loop.time()
                 shows = _show_waiting(line, after.ring, since) if has_layers else asyncio.sleep(0)
                 waiting = asyncio.ensure_future(shows)
                 try:
@@ -343,7 +343,7 @@ async def _show_waiting(line: render.Status, ring: "RingStatus", since: float) -
     while ring.state != "serving":
         await asyncio.sleep(1)
         waited = int(asyncio.get_running_loop().time() - since)
-        line.show(f"{ring.reason or ring.state}, {waited} s")
+        line.show(ring.reason or ring.state, f", {waited} s")
 
 
 async def _invite(opened: "MeshNode", notify: Callable[[Notice], None], file: Path | None) -> str:

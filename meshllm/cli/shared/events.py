@@ -1,5 +1,6 @@
 """Differences between two status reports of a mesh, as text and as fields."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -17,6 +18,12 @@ _VERBS = {
     "down": "is down",
     "refused": "is refused",
 }
+
+_PROGRESS = re.compile(
+    r"\d+ of \d+ (members are here|nodes have loaded their layers)"
+    r"|\d+ of \d+ members are ready|the nodes are loading the model"
+)
+"""The starts of reasons that go on with names, of which a status line shows every change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +49,7 @@ def notices(before: "MeshStatus | None", after: "MeshStatus") -> Iterator[Notice
         yield Notice("removed", f"{gone.name or gone.short} was removed from the mesh", fields)
     yield from _of_providers(before, after)
     old, new = before.ring if before else None, after.ring
-    is_other = old is None or _facts(old) != _facts(new)
+    is_other = old is None or _differs(old, new)
     if is_other and not (_is_going_on(old, new) and _lacks_one(after)):
         yield _of_ring(old, new, after.node)
 
@@ -87,6 +94,19 @@ def _is_new(before: "NodeStatus | None", after: "NodeStatus") -> bool:
     if after.state == "standby":  # once, when a plan gives the reason
         return bool(after.reason) and not (old[0] == "standby" and old[1])
     return old != (after.state, after.reason)
+
+
+def without_progress(reason: str) -> str:
+    """Return what a ring waits for without what changes on the way: counts, and names of nodes."""
+    found = _PROGRESS.match(reason)
+    return found[1] or found[0] if found else reason
+
+
+def _differs(before: "RingStatus", ring: "RingStatus") -> bool:
+    old, new = (
+        {**_facts(each), "reason": without_progress(each.reason)} for each in (before, ring)
+    )
+    return old != new
 
 
 def _facts(ring: "RingStatus") -> dict[str, Field]:

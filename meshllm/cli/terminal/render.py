@@ -301,13 +301,13 @@ class Status:
         for note in () if self.is_quiet else self.notes:
             talk(dim(note))
 
-    def show(self, text: str) -> None:
-        """Show a text in place of the current line."""
+    def show(self, text: str, end: str = "") -> None:
+        """Show a text in place of the current line; ``end`` of it also if it does not fit."""
         if self.has_text or not self.stream.isatty() or os.environ.get("TERM") == "dumb":
             return
         width = _columns() - 1  # a wrapped line cannot be erased
         self.shown = True
-        self._write(f"\r\x1b[K{dim(cut(text, width))}")
+        self._write(f"\r\x1b[K{dim(cut(text, width - width_of(end)) + end)}")
 
     def reason(self, text: str) -> None:
         """Write reasoning, which stays above the answer."""

@@ -1,6 +1,7 @@
 """What is agreed on, and what follows here: plans followed, rings served, offers published."""
 
 __all__ = [
+    "awaited",
     "charter_editor",
     "offer",
     "own_state",

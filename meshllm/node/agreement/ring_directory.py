@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 from meshllm.errors import LinkLost
 from meshllm.names import GroupId, LossCause, NodeId, RingEntry, short, show
+from meshllm.node.agreement.awaited import names_of
 from meshllm.node.agreement.load_watch import is_formed
 from meshllm.node.agreement.loss import explain_loss
 from meshllm.node.agreement.own_state import OwnState
@@ -243,11 +244,13 @@ class RingDirectory:
     def _awaits(self, wanted: Charter) -> str:
         """Return what the rings of another model wait for."""
         machine, groups = self._machine, set(self._groups_of(wanted))
-        is_loading = any(
-            node in machine.alive and not groups.isdisjoint(groups_in(state))
+        loading = [
+            node
             for node, state in machine.states.items()
-        )
-        return "its nodes load it" if is_loading else "no node is free for it"
+            if node in machine.alive and not groups.isdisjoint(groups_in(state))
+        ]
+        names = names_of(loading, machine.profiles)
+        return f"its nodes load it: {names}" if loading else "no node is free for it"
 
     def _groups_of(self, wanted: Charter) -> list[GroupId]:
         charter = self._machine.charter

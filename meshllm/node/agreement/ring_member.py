@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from meshllm.errors import LinkLost, MeshError, UserError
 from meshllm.names import FIRST_GROUP, GroupId, LossCause, NodeId
-from meshllm.node.agreement.load_watch import LoadWatch, is_formed
+from meshllm.node.agreement.awaited import loading_layers, names_of
+from meshllm.node.agreement.load_watch import LoadWatch, has_loaded, is_formed
 from meshllm.node.agreement.loss import explain_loss
 from meshllm.node.agreement.plan_hold import PlanHold
 from meshllm.node.founding import name_of
@@ -167,9 +168,11 @@ class RingMember:
         if self.trouble or self.plan is None:
             return str(self.trouble or self._plan_reason())
         nodes, profiles = [stage.node for stage in self.plan.stages], self._machine.profiles
-        if gone := [name_of(node, profiles) for node in nodes if node not in self._machine.alive]:
-            return f"{', '.join(gone)} {'is' if len(gone) == 1 else 'are'} gone"
-        return "its nodes are loading and connecting"
+        if gone := [node for node in nodes if node not in self._machine.alive]:
+            return f"{names_of(gone, profiles)} {'is' if len(gone) == 1 else 'are'} gone"
+        loading = [node for node in nodes if not has_loaded(self._machine, self.plan, node)]
+        unlinked = self.runtime.missing if self.runtime else None
+        return loading_layers(len(nodes), loading, unlinked, profiles)
 
     @property
     def loads_until(self) -> float:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from meshllm.errors import ModelMissing
 from meshllm.model.locate import weights_path
 from meshllm.names import FIRST_GROUP, Digest, GroupId, NodeId
+from meshllm.node.agreement.awaited import gathering, loading_model
 from meshllm.node.agreement.charter_editor import CharterEditor
 from meshllm.node.agreement.offer import NodeOffer
 from meshllm.node.agreement.own_state import PROVIDES, OwnState
@@ -33,8 +34,10 @@ from meshllm.protocol.agreement.candidates import MeshView
 from meshllm.protocol.agreement.grouping import ring_of
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.mesh import Mesh
+from meshllm.protocol.membership.records import Lifecycle
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.ring.plan_change import PlanChangeState
+from meshllm.protocol.weights.holders import awaits_weights
 
 if TYPE_CHECKING:  # a provider holds no layers, and imports no torch
     from meshllm.node.preparation import Preparation
@@ -157,18 +160,28 @@ class RingServer:
         if parts.state.provider and agreement is None:
             return PROVIDES if parts.links.by_peer else "no contact with the mesh yet"
         if agreement is not None and agreement.plan is not None:
-            if lacking := agreement.lacking:
-                charter = self.member.charter
-                members = charter.members if charter else None
-                here = f"{(members or lacking) - lacking} of {members or lacking} members"
-                return f"{here} are ready, the others have up to {GATHER_S:.0f} s"
+            if agreement.lacking:
+                loading = self._loading(agreement)
+                return gathering(agreement, loading, GATHER_S, parts.machine.profiles)
             return "the nodes are agreeing on a plan"
         if agreement is not None:
             is_early = not agreement.offers and not agreement.refused
-            is_early &= parts.state.provider is None
-            return "the nodes are loading the model" if is_early else agreement.reason
+            if not is_early or parts.state.provider is not None:
+                return agreement.reason
+            members = self.member.charter.members if self.member.charter else None
+            return loading_model(agreement.alive, members, parts.machine.profiles)
         is_known = parts.machine.charter or parts.is_founder
         return "this node is loading the model" if is_known else "no contact with the mesh yet"
+
+    def _loading(self, agreement: Agreement) -> list[NodeId]:
+        """Return the nodes that will be ready, as far as they say so."""
+        states = self._parts.machine.states
+        return [
+            node
+            for node in agreement.alive - agreement.ready
+            if (state := states.get(node)) is not None
+            and (state.lifecycle is Lifecycle.JOIN or awaits_weights(state))
+        ]
 
     def records_changed(self) -> None:
         """Plan again, and retract the offer if the span cannot be loaded."""

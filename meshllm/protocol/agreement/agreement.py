@@ -59,6 +59,7 @@ from meshllm.protocol.agreement.candidates import (
     find_candidates,
     followed_plans,
     is_of_group,
+    ready_members,
 )
 from meshllm.protocol.agreement.continuity import continuations
 from meshllm.protocol.planning.explain import standby_reasons
@@ -89,6 +90,8 @@ class Agreement:
     links: Links
     lacking: int = 0
     """Requested members that are not ready yet; 0 once a node follows a plan for the model."""
+    ready: frozenset[NodeId] = frozenset()
+    """Those that are."""
     leaving: frozenset[NodeId] = frozenset()
     """Living nodes that are leaving."""
     ahead: Plan | None = None
@@ -110,7 +113,7 @@ def agree(view: MeshView, before: Agreement | None = None) -> Agreement:
     here = frozenset(node for node in view.alive() if view.group_of(node) == view.group)
     if why := view.charter.obstacle:
         return Agreement(None, why, here, {view.me: why}, (), (), Links())
-    known = followed_plans(view)
+    known, ready = followed_plans(view), ready_members(view, here)
     epoch = 1 + max((plan.epoch for plan in known.values()), default=0)
     followed = {node: plan for node, plan in known.items() if is_of_group(view, plan)}
     plans = [plan for node, plan in followed.items() if node in here]
@@ -143,7 +146,8 @@ def agree(view: MeshView, before: Agreement | None = None) -> Agreement:
         tuple(Standby(node, standbys[node]) for node in sorted(standbys)),
         found.offers,
         found.links,
-        0 if followed or _has_served(view, here, known) else count_lacking(view, here),
+        0 if followed or _has_served(view, here, known) else count_lacking(view.charter, ready),
+        ready,
         found.leaving,
         ahead,
         best,

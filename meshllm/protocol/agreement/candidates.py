@@ -162,20 +162,23 @@ def find_candidates(view: MeshView, here: Collection[NodeId], ring: Sequence[Nod
     )
 
 
-def count_lacking(view: MeshView, here: Collection[NodeId]) -> int:
-    """Count the members requested by the charter that are absent or not ready yet.
+def ready_members(view: MeshView, here: Collection[NodeId]) -> frozenset[NodeId]:
+    """Return the nodes that have measured the model and have its weights.
 
     A ready node counts even if the ring cannot use it: no other node will replace it.
     """
-    charter = view.charter
-    most = charter.shape.layers + (charter.ends is Ends.CLIENT)
-    ready = [
+    return frozenset(
         node
         for node in here
         if (profile := view.profiles.get(node)) is not None
         and not _unready(profile, None)
         and not awaits_weights(view.states.get(node, StateRecord()))
-    ]
+    )
+
+
+def count_lacking(charter: Charter, ready: Collection[NodeId]) -> int:
+    """Count the members requested by the charter that are absent or not ready yet."""
+    most = charter.shape.layers + (charter.ends is Ends.CLIENT)
     return max(0, min(charter.members or 0, most) - len(ready))
 
 

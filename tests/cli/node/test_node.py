@@ -629,6 +629,29 @@ def test_a_terminal_shows_the_reason_and_duration_of_waiting(
     assert not screen.getvalue() or screen.getvalue().endswith("\r\x1b[K")
 
 
+def test_the_duration_of_a_wait_goes_on_while_other_nodes_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = waiting("1 of 2 members are ready: a")
+    second = waiting("1 of 2 members are ready: a; loading: b")
+
+    class Node(FakeNode):
+        async def events(self) -> AsyncGenerator[MeshStatus, None]:
+            for status in (first, second):
+                yield status
+                await asyncio.sleep(1.5)
+
+    screen, told = Screen(), list[str]()
+    node = Node(statuses=[first, first, second])
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    run_virtual(_report(cast("NodePort", node), lambda notice: told.append(notice.text)))
+
+    shown = re.findall(r"ready: (a.*?), (\d+) s", screen.getvalue())
+    assert shown == [("a", "1"), ("a; loading: b", "2")]
+    assert told == ["waiting: 1 of 2 members are ready: a"]
+
+
 @pytest.mark.parametrize("state", [NodeState.LEAVING, NodeState.LEFT, NodeState.DOWN])
 def test_a_node_that_leaves_reports_no_losses(
     state: NodeState, monkeypatch: pytest.MonkeyPatch

@@ -1,5 +1,7 @@
 from dataclasses import replace
 
+import pytest
+
 from meshllm.cli.shared.events import notices
 from meshllm.status import MeshStatus, NodeState, RingState
 from tests.builders.status import status_of, waiting, with_link, with_node, with_ring
@@ -33,6 +35,24 @@ def test_a_reason_to_wait_is_reported_once() -> None:
     assert texts(None, waiting("alone")) == ["waiting: alone"]
     assert texts(waiting("alone"), waiting("alone")) == []
     assert texts(waiting("alone"), waiting("still alone")) == ["waiting: still alone"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_news"),
+    [
+        ("the nodes are loading the model: a", "the nodes are loading the model: a, b", False),
+        ("1 of 3 members are here, loading the model: a", "2 of 3 members are here: a, b", False),
+        ("1 of 3 members are ready: a", "1 of 3 members are ready: a; loading: b", False),
+        ("1 of 3 members are ready: a", "2 of 3 members are ready: a, b", True),
+        ("0 of 2 nodes have loaded their layers; loading: a, b",
+         "2 of 2 nodes have loaded their layers and connect", False),
+        ("2 of 2 nodes have loaded their layers and connect", "a is gone", True),
+    ],
+)  # fmt: skip
+def test_the_progress_of_the_same_wait_is_not_news(
+    before: str, after: str, *, is_news: bool
+) -> None:
+    assert texts(waiting(before), waiting(after)) == [f"waiting: {after}"] * is_news
 
 
 def test_a_forming_ring_is_reported_with_its_layers() -> None:

@@ -168,9 +168,11 @@ def test_messages_have_the_width_of_their_own_terminal(
     with redirect_stderr(terminal):
         render.Status(terminal).show("書斎の机 is loaded")
         shown = terminal.getvalue()
+        render.Status(terminal).show("書斎の机 is loaded", ", 3 s")
         told = render.wrapped("two words here")
 
     assert shown == "\r\x1b[K\x1b[2m書斎の机 i…\x1b[0m"
+    assert terminal.getvalue() == f"{shown}\r\x1b[K\x1b[2m書斎…, 3 s\x1b[0m"
     assert told == "two words \nhere"
 
 

@@ -380,7 +380,9 @@ def test_a_node_in_two_rings_serves_requests_in_both() -> None:
         other = runtime.plan
         place.states[ENTRY] = place.told[-1]
         assert place.directory.plan_of(third) == other
-        assert place.directory.reason("other") == "its nodes are loading and connecting"
+        assert (
+            place.directory.reason("other") == "1 of 1 nodes have loaded their layers and connect"
+        )
         until = [each.loads_until for each in place.own.members]
         assert place.directory.loads_until == max(until) > 0
         further.model = cast("Any", SimpleNamespace(worker="worker", text=text, runners={1}))

@@ -182,7 +182,15 @@ def test_the_reason_why_the_ring_does_not_serve_is_reported() -> None:
     async def story() -> None:
         place = Place()
         place.serve()
-        assert place.member.reason == "its nodes are loading and connecting"
+        place.profiles |= {ENTRY: SimpleNamespace(name="a"), STAGE: SimpleNamespace(name="b")}
+        assert place.member.reason == "0 of 2 nodes have loaded their layers; loading: a, b"
+        place.states[ENTRY] = loaded()
+        assert place.member.reason == "1 of 2 nodes have loaded their layers; loading: b"
+        place.states[STAGE] = loaded()
+        assert place.member.reason == "2 of 2 nodes have loaded their layers and connect"
+        place.runtime.missing = STAGE
+        assert place.member.reason.endswith("; no link to b")
+        place.profiles.clear()
         place.alive.remove(STAGE)
         assert place.member.reason == f"{short(PLAN.stages[1].node)} is gone"
         place.alive.remove(ENTRY)
@@ -196,7 +204,7 @@ def test_an_error_is_the_reason() -> None:
     async def story() -> None:
         place = Place()
         place.serve()
-        assert place.member.reason == "its nodes are loading and connecting"
+        assert place.member.reason.startswith("0 of 2 nodes have loaded their layers")
         place.member.loaded(False, ModelError("no memory"))
         assert place.member.reason == "no memory"
 

@@ -7,9 +7,11 @@ from typing import Any, cast
 
 import pytest
 
-from meshllm.names import FIRST_GROUP, GroupId
+from meshllm.names import FIRST_GROUP, GroupId, short
 from meshllm.node.agreement.plan_follower import SETTLE_S
 from meshllm.node.agreement.ring_server import NodeParts, RingServer
+from meshllm.protocol.membership.records import Lifecycle, StateRecord
+from meshllm.protocol.weights.holders import FETCHES
 from meshllm.testing.clock import run_virtual
 from tests.builders.offers import A
 from tests.builders.ring_places import AGREEMENT, ENTRY, PLAN, STAGE, Place, call_later
@@ -79,12 +81,47 @@ def test_the_reason_follows_what_is_agreed_on() -> None:
     served.offer.hang = "the compute thread has hung"
 
     assert told == [
-        "the nodes are loading the model",
+        f"the nodes are loading the model: {', '.join(sorted(map(short, (ENTRY, STAGE))))}",
         "too little memory",
         "the nodes are agreeing on a plan",
-        "0 of 1 members are ready, the others have up to 30 s",
+        f"2 of 3 members are ready: {', '.join(sorted(map(short, (ENTRY, STAGE))))};"
+        " the others have up to 30 s",
     ]
     assert served.server.reason() == "the compute thread has hung"
+
+
+@pytest.mark.parametrize(
+    ("state", "is_loading"),
+    [
+        (StateRecord(Lifecycle.JOIN), True),
+        (StateRecord(Lifecycle.SERVING, obstacle=FETCHES), True),
+        (StateRecord(Lifecycle.SERVING), False),
+        (None, False),
+    ],
+)
+def test_members_that_say_that_they_load_are_named(
+    state: StateRecord | None, *, is_loading: bool
+) -> None:
+    served = Served()
+    served.place.profiles |= {
+        node: SimpleNamespace(name=name) for node, name in ((ENTRY, "attic"), (STAGE, "desk"))
+    }
+    served.place.states |= {STAGE: state} if state else {}
+    agreement = replace(AGREEMENT, ready=frozenset({ENTRY}), lacking=2)
+    served.server.planner.agreement = agreement
+
+    reason = served.server.reason()
+
+    assert reason.startswith("1 of 3 members are ready: attic; ")
+    assert ("loading the model: desk" in reason) is is_loading
+
+
+def test_the_members_that_are_here_are_counted() -> None:
+    served = Served()
+    served.place.machine.charter = replace(charter(), members=3)
+    served.server.planner.agreement = replace(NO_PLAN, offers=(), refused={})
+
+    assert served.server.reason().startswith("2 of 3 members are here, loading the model: ")
 
 
 def test_a_provider_is_not_waited_for() -> None:

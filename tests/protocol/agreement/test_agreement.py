@@ -477,6 +477,7 @@ def test_a_first_ring_of_fewer_members_than_requested_counts_the_missing() -> No
     found = [world.agree() for world in (two, unready, three)]
 
     assert [agreement.lacking for agreement in found] == [1, 1, 0]
+    assert [agreement.ready for agreement in found] == [{A, B}, {A, B}, {A, B, C}]
     assert [len(planned(agreement).stages) for agreement in found] == [2, 2, 3]
 
 
@@ -495,7 +496,7 @@ def test_a_requested_member_that_fetches_weights_is_waited_for() -> None:
 
     agreement = World({A: profile(4), B: profile(4)}, agreed, fetching={B}).agree()
 
-    assert agreement.lacking == 1
+    assert (agreement.lacking, *agreement.ready) == (1, A)
     assert standbys(agreement) == {B: "it fetches weights"}
 
 

@@ -1,0 +1,56 @@
+"""What a ring waits for, with the names of nodes, for people; decides nothing."""
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+
+from meshllm.names import NodeId, short
+from meshllm.node.founding import name_of
+from meshllm.protocol.agreement.agreement import Agreement
+from meshllm.protocol.membership.records import Profile
+
+MOST_NAMES = 4  # in a line of a terminal; a mesh may have hundreds of nodes
+
+Profiles = Mapping[NodeId, Profile]
+
+
+def names_of(nodes: Collection[NodeId], profiles: Profiles) -> str:
+    """List nodes by name; those that share one have their short ids, too."""
+    names = {node: name_of(node, profiles) for node in nodes}
+    counts = Counter(names.values())
+    texts = sorted(
+        name if counts[name] == 1 else f"{name} ({short(node)})" for node, name in names.items()
+    )
+    more = len(texts) - MOST_NAMES
+    return ", ".join(texts[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def loading_model(here: Collection[NodeId], members: int | None, profiles: Profiles) -> str:
+    """Say which nodes load the model, before any of them is ready."""
+    if members is None:
+        return f"the nodes are loading the model: {names_of(here, profiles)}"
+    names = names_of(here, profiles)
+    return f"{len(here)} of {members} members are here, loading the model: {names}"
+
+
+def gathering(
+    agreement: Agreement, loading: Collection[NodeId], seconds: float, profiles: Profiles
+) -> str:
+    """Say which members are ready, which of those that are here load, and how long others have."""
+    ready = agreement.ready
+    ready_names = f": {names_of(ready, profiles)}" if ready else ""
+    parts = [f"{len(ready)} of {len(ready) + agreement.lacking} members are ready{ready_names}"]
+    if loading:
+        parts.append(f"loading the model: {names_of(loading, profiles)}")
+    parts.append(f"the others have up to {seconds:.0f} s")
+    return "; ".join(parts)
+
+
+def loading_layers(
+    count: int, loading: Collection[NodeId], unlinked: NodeId | None, profiles: Profiles
+) -> str:
+    """Say which of the ``count`` nodes of a plan have not loaded their layers, or do not link."""
+    loaded = f"{count - len(loading)} of {count} nodes have loaded their layers"
+    if loading:
+        return f"{loaded}; loading: {names_of(loading, profiles)}"
+    missing = f"; no link to {names_of([unlinked], profiles)}" if unlinked else ""
+    return f"{loaded} and connect{missing}"

@@ -1,0 +1,90 @@
+"""What a ring waits for, by the names of nodes."""
+
+from dataclasses import replace
+
+import pytest
+
+from meshllm.names import NodeId, short
+from meshllm.node.agreement.awaited import (
+    MOST_NAMES,
+    gathering,
+    loading_layers,
+    loading_model,
+    names_of,
+)
+from tests.builders.offers import A, B, C
+from tests.builders.ring_places import AGREEMENT
+from tests.builders.snapshots import profile
+
+PROFILES = {
+    node: replace(profile(4), name=name) for node, name in ((A, "attic"), (B, "desk"), (C, "barn"))
+}
+
+
+def test_nodes_are_listed_by_name() -> None:
+    assert names_of([A, B, C], PROFILES) == "attic, barn, desk"
+
+
+def test_nodes_of_one_name_have_their_ids_too() -> None:
+    twins = {**PROFILES, B: PROFILES[A]}
+
+    assert names_of([A, B, C], twins) == ", ".join(
+        sorted([f"attic ({short(A)})", f"attic ({short(B)})", "barn"])
+    )
+
+
+def test_a_node_without_a_profile_has_its_id() -> None:
+    assert names_of([A], {}) == short(A)
+
+
+@pytest.mark.parametrize(("more", "end"), [(0, ""), (3, " and 3 more")])
+def test_not_all_of_many_nodes_are_listed(more: int, end: str) -> None:
+    nodes = [NodeId(bytes([at]) * 32) for at in range(MOST_NAMES + more)]
+    profiles = {node: replace(profile(4), name=f"n{at}") for at, node in enumerate(nodes)}
+
+    assert names_of(nodes, profiles) == f"n0, n1, n2, n3{end}"
+
+
+@pytest.mark.parametrize(
+    ("members", "text"),
+    [
+        (3, "2 of 3 members are here, loading the model: attic, desk"),
+        (None, "the nodes are loading the model: attic, desk"),
+    ],
+)
+def test_nodes_that_load_the_model_are_named(members: int | None, text: str) -> None:
+    assert loading_model([A, B], members, PROFILES) == text
+
+
+@pytest.mark.parametrize(
+    ("ready", "loading", "text"),
+    [
+        ((), (), "0 of 2 members are ready; the others have up to 30 s"),
+        ((A,), (), "1 of 3 members are ready: attic; the others have up to 30 s"),
+        (
+            (A,),
+            (B,),
+            "1 of 3 members are ready: attic; loading the model: desk; the others have up to 30 s",
+        ),
+    ],
+)
+def test_members_that_are_ready_and_that_load_are_named(
+    ready: tuple[NodeId, ...], loading: tuple[NodeId, ...], text: str
+) -> None:
+    agreement = replace(AGREEMENT, ready=frozenset(ready), lacking=2)
+
+    assert gathering(agreement, loading, 30.0, PROFILES) == text
+
+
+@pytest.mark.parametrize(
+    ("loading", "unlinked", "text"),
+    [
+        ((B, C), None, "1 of 3 nodes have loaded their layers; loading: barn, desk"),
+        ((), None, "3 of 3 nodes have loaded their layers and connect"),
+        ((), B, "3 of 3 nodes have loaded their layers and connect; no link to desk"),
+    ],
+)
+def test_nodes_that_load_layers_or_do_not_link_are_named(
+    loading: tuple[NodeId, ...], unlinked: NodeId | None, text: str
+) -> None:
+    assert loading_layers(3, loading, unlinked, PROFILES) == text
