@@ -347,9 +347,10 @@ class NetworkStatus:
 class MemoryStatus:
     """Memory use of the node's process, in bytes.
 
-    All but `process`, `unread_weights` and `kv_room` are parts, which together take `process` and
-    `unread_weights`: `other` is the rest. Caches count as reserved and a draft model as a whole, so
-    that the parts may be more. Weights and caches on a GPU are not in the memory of the process.
+    All but `process`, `unread_weights`, `kv_room` and `waiting_room` are parts, which together take
+    `process` and `unread_weights`: `other` is the rest. Caches count as reserved and a draft model
+    as a whole, so that the parts may be more. Weights and caches on a GPU are not in the memory of
+    the process.
     """
 
     process: int = 0
@@ -376,6 +377,8 @@ class MemoryStatus:
     """Hidden states sent to the next rank, from which the caches of a lost one are computed."""
     waiting_rows: int = 0
     """Hidden states that wait for a step of this rank, or to be sent."""
+    waiting_room: int = 0
+    """Limit of `waiting_rows`."""
     received_caches: int = 0
     """KV caches that other nodes hand over, for layers loaded in advance."""
     requests: int = 0

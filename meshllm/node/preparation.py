@@ -16,13 +16,14 @@ from meshllm.model.device import CPU, choose, is_out_of_memory
 from meshllm.model.files.manifest import config_digest, hash_files, manifest
 from meshllm.model.files.parts import ModelParts, check_parts, most_bytes
 from meshllm.model.files.source import Source, open_folder, resolve
-from meshllm.model.shape import process_memory, workspace_bytes
+from meshllm.model.shape import process_memory
 from meshllm.model.timing import measure_speed, memory_budget
 from meshllm.names import Digest, ModelKey, Quant
 from meshllm.node.compute.worker import Worker
 from meshllm.node.founding import amend, found_charter, refuse_layers, refuse_other
 from meshllm.node.options import FIRST_MODEL, InferenceConfig, NodeOptions
 from meshllm.node.ring.model_runtime import ModelRuntime
+from meshllm.node.ring.shape import reserved_bytes
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import Profile
 from meshllm.protocol.weights.holders import name_of
@@ -173,7 +174,7 @@ class Preparation:
         return replace(
             profile,
             memory_bytes=max(0, memory - (model.draft.bytes if model.draft else 0)),
-            reserve_bytes=own + workspace_bytes(model.shape),
+            reserve_bytes=own + reserved_bytes(model.shape),
             layer_s=speed.layer_s,
             head_s=speed.head_s,
             span=options.layers,

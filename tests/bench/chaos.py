@@ -474,7 +474,7 @@ def memory(ring: Ring) -> dict[str, dict[str, int]]:
     found = {}
     for name in (*RANKS, INGRESS):
         shown = ring.ground.node(name).status()["memory"]
-        total, _ = shown.pop("process"), shown.pop("kv_room")
+        total, *_ = map(shown.pop, ("process", "kv_room", "waiting_room"))
         found[name] = {"total": total, "anonymous": anonymous(ring.ground.node(name)), **shown}
     return found
 

@@ -7,8 +7,8 @@ import torch
 
 from meshllm.errors import UserError
 from meshllm.model.capacity import shape_of
-from meshllm.model.shape import workspace_bytes
 from meshllm.names import NodeId, Quant
+from meshllm.node.ring.shape import reserved_bytes
 from meshllm.scheduler.architecture import Architecture
 from meshllm.scheduler.machine import Costs, MachineKind
 from meshllm.testing.models import tiny_model
@@ -83,14 +83,14 @@ def test_a_cache_holds_keys_and_values_of_the_kv_heads() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_a_forward_takes_as_much_memory_as_a_node_keeps_for_it(tmp_path: Path, family: str) -> None:
+def test_a_model_needs_as_much_besides_as_a_node_reserves(tmp_path: Path, family: str) -> None:
     source = tiny_model(tmp_path, family)
     config = json.loads((source.folder / "config.json").read_text())
     shape = shape_of(source, torch.bfloat16)
 
     sizes = Architecture.from_config("model", config).sizes(shape.context)
 
-    assert sizes.workspace_bytes == pytest.approx(workspace_bytes(shape), rel=0.02)
+    assert sizes.workspace_bytes == pytest.approx(reserved_bytes(shape), rel=0.02)
 
 
 def test_a_step_of_one_row_is_bound_by_memory() -> None:

@@ -196,7 +196,7 @@ def test_a_placement_without_a_model_is_infinitely_slow_also_if_nobody_asks_for_
 def test_placements_that_are_about_as_good_are_compared_by_further_draws(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    where = random_mesh(96)
+    where = random_mesh(65)
     first = schedule(where)
     draws = [sample([each.load for each in where.models], 500, seed=seed) for seed in range(9, 15)]
 

@@ -22,7 +22,7 @@ from meshllm.node.compute.worker import Worker, compute_thread
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.node.ring.runtime import RingRuntime, arrive
-from meshllm.node.ring.shape import plan_shape
+from meshllm.node.ring.shape import plan_shape, waiting_room
 from meshllm.node.session.entry import EntryNode
 from meshllm.node.session.generation import GenerationRequest, Token
 from meshllm.node.session.stage import StageNode
@@ -274,7 +274,8 @@ def local_offers(model: ModelRuntime, options: RingOptions) -> list[Offer]:
     free = free_memory() if model.device == CPU else free_bytes(model.device)
     memory = max(0, free - (model.draft.bytes if model.draft else 0)) // ranks
     ids = [NodeId(blake3(rank.to_bytes(4)).digest()) for rank in range(ranks)]
-    return [Offer(node, memory, ((1, 1e-3),), head_s=0.0) for node in ids]
+    reserve = waiting_room(model.shape).total if ranks > 1 else 0
+    return [Offer(node, memory, ((1, 1e-3),), 0.0, reserve) for node in ids]
 
 
 def local_plan(model: ModelRuntime, options: RingOptions, offers: Sequence[Offer]) -> Plan:

@@ -47,10 +47,12 @@ def measure(
         recorded_steps=sum(runner.recorded_bytes for runner in runners),
         sent_rows=sum(each.layers.sent_bytes for each in ranks),
         waiting_rows=sum(each.waiting_bytes for each in ranks),
+        waiting_room=sum(each.waiting_room for each in ranks),
         received_caches=received,
         requests=requests,
     )
-    parts = sum(astuple(status)) - status.process - unread - status.kv_room
+    limits = status.kv_room + status.waiting_room
+    parts = sum(astuple(status)) - status.process - unread - limits
     here = parts - unread - _on_gpu(ranks, runners)
     return replace(status, other=max(0, status.process - here))
 

@@ -22,6 +22,7 @@ from meshllm.node.ring.held_layers import HeldLayers
 from meshllm.node.ring.idle_links import IdleLink, IdleLinks
 from meshllm.node.ring.kv_handover import HandoverHost, KvHandover
 from meshllm.node.ring.model_runtime import ModelRuntime
+from meshllm.node.ring.shape import waiting_room
 from meshllm.node.session.entry import EntryConfig, EntryNode
 from meshllm.node.session.ring_link import Neighbours, RingLink
 from meshllm.node.session.stage import StageNode
@@ -425,6 +426,7 @@ class RingRuntime:
         model, span = self._model, self._held.span
         assert span is not None  # it was loaded before any link was dialled
         store = self._held.caches(plan, budget, self._before)
+        room = waiting_room(model.shape)
         times = self._host.times(plan)
         if times:
             self._held.limits.plan(times.ranks[rank], 0.0 if rank else times.head_s)
@@ -434,6 +436,8 @@ class RingRuntime:
         )
         span.layers.on_step = self._slowdown.note
         if span.entry is not None:
+            if neighbours is not None:
+                neighbours.share(room.total)
             config = EntryConfig(
                 ring,
                 plan.epoch,
@@ -444,6 +448,7 @@ class RingRuntime:
                 model.drafting,
                 draft=span.draft,
                 wire=model.wire,
+                prompt_bytes=room.prompt_bytes if neighbours else None,
                 max_chunk=model.max_rows,
                 limits=self._held.limits,
                 is_handed_over=self._held.is_handed_over,
@@ -456,11 +461,14 @@ class RingRuntime:
             ring,
             epoch=plan.epoch,
             max_sessions=MAX_SESSIONS,
+            max_waiting=room.max_waiting,
             context=model.context,
             index=store.prefixes.index,
             span=span.span,
             held=store.held,
+            queued=lambda: neighbours.queued_bytes,
         )
+        neighbours.share(room.total, lambda: machine.waiting_bytes)
         return StageNode(
             machine,
             span.runner,

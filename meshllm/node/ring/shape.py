@@ -2,6 +2,7 @@
 
 from meshllm.model.shape import ModelShape, mean_kv_bytes, workspace_bytes
 from meshllm.protocol.planning.plan import ModelSizes
+from meshllm.protocol.session.waiting import WaitingRoom
 
 CONTEXT = 4096
 """Tokens of one session for which a plan leaves room, if the model takes as many."""
@@ -20,5 +21,15 @@ def plan_shape(model: ModelShape, context: int = CONTEXT) -> ModelSizes:
         hidden_size=model.hidden_size,
         itemsize=model.itemsize,
         context=context,
-        workspace_bytes=workspace_bytes(model),
+        workspace_bytes=reserved_bytes(model),
     )
+
+
+def waiting_room(model: ModelShape) -> WaitingRoom:
+    """Return the room for hidden states that wait on a rank."""
+    return WaitingRoom(model.hidden_size * model.itemsize)
+
+
+def reserved_bytes(model: ModelShape) -> int:
+    """Return what a rank needs besides weights and caches: for a forward, and rows that wait."""
+    return workspace_bytes(model) + waiting_room(model).total

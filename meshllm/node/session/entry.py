@@ -46,7 +46,17 @@ from meshllm.protocol.kv_cache.prefix_index import RESUME_S, PrefixHit, last_chu
 from meshllm.protocol.kv_cache.prefix_matching import MIN_SHARED, PrefixCache
 from meshllm.protocol.kv_cache.prefix_scope import PrefixScope, is_owners
 from meshllm.protocol.ring.hang import HangLimits
-from meshllm.protocol.session.actions import Action, Closed, Embed, Failed, GenerationTask, Pick
+from meshllm.protocol.session.actions import (
+    Action,
+    Closed,
+    Done,
+    Embed,
+    Emit,
+    Failed,
+    GenerationTask,
+    Pick,
+    Progress,
+)
 from meshllm.protocol.session.codec import MAX_ROWS, size
 from meshllm.protocol.session.entry import Entry
 from meshllm.protocol.session.messages import (
@@ -61,6 +71,7 @@ from meshllm.protocol.session.messages import (
 from meshllm.protocol.session.pace import Pace
 from meshllm.protocol.session.speculation import Speculation, Speculator
 from meshllm.protocol.session.stage import MAX_RECOMPUTE_ROWS
+from meshllm.protocol.session.waiting import PromptQueue
 from meshllm.request import FinishReason
 
 logger = logging.getLogger(__name__)
@@ -87,6 +98,8 @@ class EntryConfig:
     """Encoding of the hidden states sent to the next rank."""
     draft: Drafting | None = None
     """Draft model, used in addition to ``drafting``."""
+    prompt_bytes: int | None = None
+    """For rows of prompts in flight, of all sessions; None if they wait on no other rank."""
     max_chunk: int = MAX_ROWS
     """Most rows of a chunk."""
     limits: HangLimits = field(default_factory=HangLimits)
@@ -125,6 +138,10 @@ class EntryNode:
         self._encoder = ActivationEncoder(config.wire, neighbours)
         self._prefixes = config.prefixes
         self._queue = AdmissionQueue(Admission(self.budget, config.max_sessions))
+        self._prompts = PromptQueue()
+        if config.prompt_bytes is not None:
+            form = runners.front.row_format
+            self._prompts = PromptQueue(config.prompt_bytes // (form.width * form.dtype.itemsize))
         self._sessions: dict[SessionId, Generation] = {}
         self._lost: MeshError | None = None
         self._since = loop_time()
@@ -161,6 +178,11 @@ class EntryNode:
     def waiting_bytes(self) -> int:
         """Memory of the rows that wait to be sent."""
         return self._neighbours.queued_bytes if self._neighbours else 0
+
+    @property
+    def waiting_room(self) -> int:
+        """Bytes that this rank has for these rows."""
+        return self._neighbours.most_bytes if self._neighbours else 0
 
     @property
     def runners(self) -> list[Runner]:
@@ -276,7 +298,7 @@ class EntryNode:
         self._prefixes.fit()
         if start.base and start.base.is_claimed:
             task = replace(task, keep_from=None)  # no other prompt may continue from it
-        machine = Entry(task, self._pace(order, start.chunk))
+        machine = Entry(task, self._pace(order, start.chunk), self._prompts)
         speculator = None
         if self._speculation:
             shared = self._speculation
@@ -344,10 +366,7 @@ class EntryNode:
     def _pace(self, order: GenerationRequest, chunk: int | None) -> Pace:
         """Pace a whole prompt, as another rank may have evicted the prefix that is found here."""
         pace = self.pace(max(1, len(order.known)), self.sessions)
-        if chunk:
-            pace = replace(pace, chunk=chunk)
-        form = self._runners.front.row_format
-        return pace.within(form.width * form.dtype.itemsize, self._config.max_sessions)
+        return replace(pace, chunk=chunk) if chunk else pace
 
     def _uses_prefixes(self, order: GenerationRequest) -> bool:
         """Whether an order uses the prefix cache; an embedding would evict what chats continue."""
@@ -381,13 +400,22 @@ class EntryNode:
                     self._forward(generation, action)
                 case Closed(tallies):
                     self._close(session, tallies)
-                case Failed(is_seen=True) if self._is_of_other(generation):
-                    assert self._neighbours is not None  # there is another rank
-                    self._neighbours.blame()
-                    generation.note(action)
                 case _:
-                    generation.note(action)
+                    self._note(generation, action)
+        if self._prompts.waiting:
+            self._take_turns()
         self._timer.reset()
+
+    def _take_turns(self) -> None:
+        """Let the sessions go on for whose prompts there is room now."""
+        while turn := self._prompts.next():
+            self._act(turn, self._sessions[turn].machine.proceed())
+
+    def _note(self, generation: Generation, action: Emit | Progress | Done | Failed) -> None:
+        if isinstance(action, Failed) and action.is_seen and self._is_of_other(generation):
+            assert self._neighbours is not None  # there is another rank
+            self._neighbours.blame()
+        generation.note(action)
 
     def _is_of_other(self, generation: Generation) -> bool:
         """Whether what breaks the rules is the fault of the other of two ranks, not counted yet.

@@ -30,7 +30,7 @@ from meshllm.transport import contract
 logger = logging.getLogger(__name__)
 
 MAX_QUEUED_BYTES = MAX_WAITING_BYTES
-"""Of messages that wait to be sent: as many rows as may wait on the rank that they are for."""
+"""Of messages that wait to be sent, until the rank says how many bytes it has for them."""
 _OBJECT_BYTES = 1024  # of a waiting message besides its payload
 
 
@@ -68,6 +68,9 @@ class RingLink:
         self._control = deque[_Encoded]()
         self._data = deque[_Encoded]()
         self._queued_bytes = 0
+        self.most_bytes = MAX_QUEUED_BYTES
+        """Bytes for the messages that wait to be sent, and for what is held beside them."""
+        self._held: Callable[[], int] = lambda: 0
         self._is_full = asyncio.Event()  # more than may wait did
         self._wake = asyncio.Event()
         self._is_idle = False  # the writer has nothing to send
@@ -93,11 +96,15 @@ class RingLink:
         """Bytes of all messages that wait to be sent."""
         return self._queued_bytes
 
-    def post(self, action: Forward) -> None:
-        """Send a message, or queue it; more than `MAX_QUEUED_BYTES` end the link.
+    def share(self, most_bytes: int, held: Callable[[], int] = lambda: 0) -> None:
+        """Let the messages that wait to be sent take so many bytes, less those ``held`` here."""
+        self.most_bytes, self._held = most_bytes, held
 
-        An entry has fewer in flight, see `Pace.within`, but the previous rank may send more than
-        the next one reads.
+    def post(self, action: Forward) -> None:
+        """Send a message, or queue it; if there is no room for it, the link ends.
+
+        An entry has less in flight, see `meshllm.protocol.session.waiting`, but the previous rank
+        may send more than the next one reads.
 
         If the queues are empty it is sent within this call: waking the writer task would delay the
         step by another round of the event loop.
@@ -113,11 +120,12 @@ class RingLink:
                 pass
         queue = self._control if action.control else self._data
         self._add(queue, action.message)
-        if self._queued_bytes > MAX_QUEUED_BYTES:
-            self._is_full.set()
         is_next = len(queue) == 1 and self._next_queue() is queue
-        if not (self._is_idle and is_next and self._offer(queue)):
-            self._wake_writer()
+        if self._is_idle and is_next and self._offer(queue):
+            return
+        if self._queued_bytes + self._held() > self.most_bytes:
+            self._is_full.set()
+        self._wake_writer()
 
     async def run(self, deliver: Callable[[Delivered], None]) -> MeshError:
         """Run the link until it is lost, and return the reason; its owner closes it, see ``ended``.
@@ -216,7 +224,7 @@ class RingLink:
                 async with asyncio.timeout(min(deadline - clock(), BEAT)):
                     await self._is_full.wait()
             if self._is_full.is_set():
-                text = f"More than {MAX_QUEUED_BYTES >> 20} MiB wait for the neighbour to read them"
+                text = f"More than {self.most_bytes >> 20} MiB wait for the neighbour to read them"
                 raise LinkLost(text)
             for action in self._machine.expire(clock()):
                 self._act(action, _refuse)
@@ -259,6 +267,7 @@ class Neighbours:
         self._previous = previous
         self._next = next_
         self.forward = next_.post
+        self.share = next_.share
         self.blame = previous.blame
         """Call it for each invalid hidden state: the previous rank sent it."""
 
@@ -291,6 +300,11 @@ class Neighbours:
     def queued_bytes(self) -> int:
         """Bytes of the messages that wait to be sent to either rank."""
         return self._previous.queued_bytes + self._next.queued_bytes
+
+    @property
+    def most_bytes(self) -> int:
+        """Bytes for the messages that wait to be sent, and for what is held beside them."""
+        return self._next.most_bytes
 
     async def run(self, deliver: Callable[[Delivered], None]) -> MeshError:
         """Run both links until one is lost, and return the reason."""

@@ -95,6 +95,11 @@ class StageNode:
         return self._machine.waiting_bytes + self._neighbours.queued_bytes
 
     @property
+    def waiting_room(self) -> int:
+        """Bytes that this rank has for these rows."""
+        return self._neighbours.most_bytes
+
+    @property
     def runners(self) -> list[Runner]:
         """Runners of the loaded parts of the model."""
         return [*self._runner.pieces, *([self._head] if self._head else [])]

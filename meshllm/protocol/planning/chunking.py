@@ -17,7 +17,6 @@ from math import ceil, inf, sqrt
 
 from meshllm.errors import UserError
 from meshllm.names import DIGEST_BYTES, SESSION_ID_BYTES, Digest, SessionId, Span, short
-from meshllm.protocol.kv_cache.admission import MAX_SESSIONS
 from meshllm.protocol.planning.plan import Links, LinkSpeed, ModelSizes, Offer, Plan
 from meshllm.protocol.session.codec import MAX_ROWS, size
 from meshllm.protocol.session.messages import Blob, Data, DType, Flags
@@ -120,8 +119,7 @@ class RingTimes:
         busy += [self._transmit_s(at, chunk) for at in range(len(self.ranks))]
         trip = sum(busy) + sum(rank.wire.latency_s for rank in self.ranks)
         window = max(len(self.ranks), ceil(trip / max(busy) - _ROUNDING))
-        pace = Pace(chunk=chunk, window=min(window, MAX_PENDING))
-        return pace.within(self.row_bytes, MAX_SESSIONS)
+        return Pace(chunk=chunk, window=min(window, MAX_PENDING))
 
     def _stall_s(self, prompt: int, chunk: int) -> float:
         """Return the seconds of a chunk in the middle of a prompt on the slowest rank."""

@@ -127,7 +127,8 @@ class ModelSizes:
     context: int
     """Tokens of one session for which the caches need room."""
     workspace_bytes: int = 0
-    """The most bytes of a forward, besides weights and caches."""
+    """The most bytes that a rank needs besides weights and caches: of a forward, and of rows that
+    wait, see `meshllm.protocol.session.waiting`."""
 
     def __post_init__(self) -> None:
         counts = len(self.layer_bytes), len(self.kv_bytes_per_token)

@@ -12,4 +12,5 @@ __all__ = [
     "speculation",
     "split_head",
     "stage",
+    "waiting",
 ]

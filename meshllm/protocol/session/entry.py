@@ -10,9 +10,9 @@ Theory of operation
 The entry holds the tokens: the prompt, then one more for every row that came back and was sampled.
 Positions below ``done`` have been all round the ring, positions below ``injected`` have left this
 rank; ``done <= injected <= len(tokens)``. One rule drives both prefill and decode: while fewer than
-``window`` chunks are in flight, embed the next chunk of known tokens. Only the chunk with the last
-known token requests a row, so a prompt costs one row on the way back, and a decode step is a chunk
-of one.
+``window`` chunks are in flight, embed the next chunk of known tokens, once those of all sessions
+leave room for it, see `meshllm.protocol.session.waiting`. Only the chunk with the last known token
+requests a row, so a prompt costs one row on the way back, and a decode step is a chunk of one.
 
 For speculative decoding, draft tokens (guesses) may follow that token in a decode step; then all
 rows come back. As long as the token sampled from a row equals the next guess, the next row was
@@ -102,6 +102,7 @@ from meshllm.protocol.session.messages import (
 )
 from meshllm.protocol.session.pace import Pace
 from meshllm.protocol.session.stage import MAX_PENDING
+from meshllm.protocol.session.waiting import PromptQueue
 from meshllm.request import FinishReason
 
 
@@ -118,11 +119,15 @@ class EntryState(Enum):
 class Entry:
     """One generation; times are seconds on the driver's clock."""
 
-    def __init__(self, task: GenerationTask, pace: Pace) -> None:
-        """Prepare a task; raise `UserError` if its limit is invalid."""
+    def __init__(self, task: GenerationTask, pace: Pace, queue: PromptQueue | None = None) -> None:
+        """Prepare a task; raise `UserError` if its limit is invalid.
+
+        The ``queue`` is that of all sessions of a ring; None if nothing limits what they send.
+        """
         self.state = EntryState.IDLE
         self._task = task
         self._pace = pace
+        self._queue = queue or PromptQueue()
         self._limit = task.limit
         self._tokens = list(task.prompt)
         self._gen = 0
@@ -178,6 +183,11 @@ class Entry:
         """Positions that no draft takes back; while a step is picked, its drafts are not."""
         return min(self._done, len(self._tokens))
 
+    @property
+    def in_flight(self) -> int:
+        """Rows that have left this rank, or are computed for that, and have not come back."""
+        return self._injected - self._done
+
     def take_chunks(self) -> tuple[Chunk, ...] | None:
         """Return how the positions so far were computed; None if that has not changed.
 
@@ -195,6 +205,7 @@ class Entry:
         """Start, after the prefix ``base`` if given; the actions include the first Embed."""
         self.state, self._waiting = EntryState.PREFILL, now
         task, self._base = self._task, base
+        self._queue.enter(task.session, self)
         if base is None:
             return self._next_job()
         self.reused, self._chunks = base.length, list(base.chunks)
@@ -229,6 +240,10 @@ class Entry:
                 return self._closed(tallies, message.keep)
             case _:
                 return []
+
+    def proceed(self) -> list[Action]:
+        """Go on, as it is the turn of this session in the queue."""
+        return self._next_job() if self._is_live else []
 
     def computed(self, blob: Blob | None, now: float) -> list[Action]:
         """Handle the output of the Embed: ``[1, keep, D]``, or None if no row was to be kept."""
@@ -299,6 +314,7 @@ class Entry:
         if is_incomplete:
             self._kept = self._keepable(1 if self._task.resumes else None)
         self.state = EntryState.CLOSED
+        self._queue.leave(self._task.session)
         return is_incomplete
 
     @property
@@ -346,8 +362,10 @@ class Entry:
         is_step = pos >= max(known - 1, len(self._task.prompt))
         guesses = self._steps[0] if is_step and self._steps else ()
         tokens = (*self._tokens[pos : pos + self._rows_from(pos)], *guesses)
-        room = self._room(is_step=is_step or pos in self.given_steps)
-        if self._job or not tokens or len(self._flight) >= room:
+        is_short = is_step or pos in self.given_steps
+        if self._job or not tokens or len(self._flight) >= self._room(is_step=is_short):
+            return []
+        if not is_short and not self._queue.take(self._task.session, len(tokens)):
             return []
         if guesses:
             self._ahead += self._steps.popleft()
@@ -367,6 +385,8 @@ class Entry:
             return []
         most = pos + self._task.recompute_rows if chunk.is_step else self._recompute
         stop = min(chunk.stop, most)
+        if not self._queue.take(self._task.session, stop - pos):
+            return []
         tokens, self._injected = tuple(self._tokens[pos:stop]), stop
         self._job = Embed(self._gen, pos, tokens, 0, chunk.is_step, recomputes=True)
         return [self._job]
@@ -487,6 +507,7 @@ class Entry:
 
     def _leave(self, now: float, keep: int = 0) -> list[Action]:
         self.state, self._waiting, self._kept = EntryState.CLOSING, now, keep
+        self._queue.end(self._task.session)
         if self._task.ring == 1:
             return self._closed((), keep)
         task = self._task
@@ -495,4 +516,5 @@ class Entry:
     def _closed(self, tallies: tuple[Tally, ...], keep: int = 0) -> list[Action]:
         """End; only what every rank has confirmed to keep is kept here too."""
         self.state, self._kept = EntryState.CLOSED, min(self._kept, keep)
+        self._queue.leave(self._task.session)
         return [Closed(tallies)]

@@ -1,11 +1,10 @@
 """Pacing of a generation: chunk size, window, and timeouts."""
 
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass
 
 from meshllm.errors import UserError
 from meshllm.protocol.session.codec import MAX_ROWS
-from meshllm.protocol.session.stage import MAX_PENDING, MAX_WAITING_BYTES, MOST_PATIENCE_S
+from meshllm.protocol.session.stage import MAX_PENDING, MOST_PATIENCE_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +28,3 @@ class Pace:
             raise UserError(f"A chunk of {self.chunk} rows; allowed are 1 to {MAX_ROWS}")
         if not 1 <= self.window <= MAX_PENDING:
             raise UserError(f"A window of {self.window} chunks; allowed are 1 to {MAX_PENDING}")
-
-    def within(self, row_bytes: int, sessions: int) -> Self:
-        """Limit the window so that so many sessions find room where all their chunks wait.
-
-        A message has at most 64 MiB, so that one of each of 8 sessions always does.
-        """
-        most = MAX_WAITING_BYTES // 2 // max(1, sessions * self.chunk * row_bytes)
-        return replace(self, window=max(1, min(self.window, most)))

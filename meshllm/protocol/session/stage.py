@@ -81,8 +81,8 @@ from meshllm.protocol.session.messages import (
 
 MAX_PENDING = 16  # queued Data of one session; an entry never has more in flight
 MAX_WAITING_BYTES = 1 << 30
-"""Rows that run or wait on one rank, of all sessions; chunks of prompts of an entry of ours take up
-to half of it, see `meshllm.protocol.session.pace.Pace.within`, and its steps less than the rest."""
+"""Rows that run or wait on one rank, of all sessions of any model; most need less room, see
+`meshllm.protocol.session.waiting`."""
 MOST_PATIENCE_S = 600.0  # an entry waits no longer for a result, before it asks again
 IDLE_S = MAX_PENDING * MOST_PATIENCE_S  # longer than an entry waits, be it a retry or many results
 MAX_RECOMPUTE_ROWS = 7 * MAX_STEP_ROWS  # of decode steps, after a loss; a few ms of a layer
@@ -201,15 +201,19 @@ class Stage:
         index: PrefixIndex | None = None,
         span: Span = _NO_LAYERS,
         held: Callable[[SessionId], int] = lambda _: 0,
+        queued: Callable[[], int] = lambda: 0,
     ) -> None:
         """Serve sessions of up to ``context`` positions within the budget of the ``index``.
 
-        Of the rows that run or wait, hold up to ``max_waiting`` bytes.
+        Of the rows that run or wait, hold up to ``max_waiting`` bytes, less those that are
+        ``queued`` to be sent.
+
         Finished ones are kept in it; None keeps none, and has no budget. ``span`` are the layers of
         this rank; ``held`` returns how many positions of a kept session all of them hold.
         """
         self._span = span
         self._held = held
+        self._queued = queued
         self.round_trip_us = 0
         """Round trip to the next rank, for the tallies; updated by the driver."""
         self._rank = rank
@@ -442,7 +446,8 @@ class Stage:
         if len(state.pending) >= MAX_PENDING:
             text = f"Data at position {data.pos} while {MAX_PENDING} others are queued"
             return self._refuse(data, text, FaultCode.RULES)
-        if (waiting := self.waiting_bytes + _bytes(data)) > self._max_waiting:
+        waiting = self.waiting_bytes + self._queued() + _bytes(data)
+        if waiting > self._max_waiting:
             text = f"{waiting} bytes of rows would wait; the limit is {self._max_waiting}"
             return self._refuse(data, text)
         state.pending.append((data, compute))

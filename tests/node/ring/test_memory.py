@@ -209,6 +209,7 @@ async def test_the_parts_take_the_process(llama: Path, monkeypatch: pytest.Monke
     parts = asdict(shown)
     total = parts.pop("process") + parts.pop("unread_weights")
     assert parts.pop("kv_room") > 0
+    assert parts.pop("waiting_room") == 0
     assert total == sum(parts.values())
     assert shown.kv_cache > 0 < shown.other
     assert small.other == 0

@@ -13,6 +13,7 @@ import pytest
 
 from meshllm.errors import LinkLost, MeshError, ModelError
 from meshllm.model.files.source import resolve
+from meshllm.model.shape import workspace_bytes
 from meshllm.model.steps.runner import Runner
 from meshllm.names import FIRST_GROUP, GroupId, NodeId, SessionId, Span
 from meshllm.node.compute.worker import Worker
@@ -21,6 +22,7 @@ from meshllm.node.ring import runtime
 from meshllm.node.ring.idle_links import IdleLink
 from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.node.ring.runtime import TOLD_S, RingRuntime, arrive
+from meshllm.node.ring.shape import reserved_bytes
 from meshllm.node.ring.span_loader import LoadedSpan, RankPart, SpanLoader
 from meshllm.node.session.entry import EntryNode
 from meshllm.node.session.generation import GenerationRequest, Token
@@ -29,10 +31,22 @@ from meshllm.protocol.planning.chunking import RankTimes, RingTimes, usual_pace
 from meshllm.protocol.planning.plan import Ends, LinkSpeed, Plan, PlanStage
 from meshllm.protocol.ring import slowdown
 from meshllm.protocol.ring.forming import Begin
-from meshllm.protocol.session.codec import encode
+from meshllm.protocol.session.blob import seal, session_key
+from meshllm.protocol.session.codec import MAX_ROWS, encode
 from meshllm.protocol.session.link import SILENCE
-from meshllm.protocol.session.messages import Beat, Hello, Message
-from meshllm.protocol.session.stage import Keep
+from meshllm.protocol.session.messages import (
+    Beat,
+    Data,
+    DType,
+    Fault,
+    FaultCode,
+    Flags,
+    Forward,
+    Hello,
+    Message,
+)
+from meshllm.protocol.session.stage import Compute, Keep
+from meshllm.protocol.session.waiting import WaitingRoom
 from meshllm.protocol.trust.handshake import Features
 from meshllm.request import Sampling
 from meshllm.testing.clock import InlineExecutor, run_virtual
@@ -275,6 +289,44 @@ def test_a_rank_knows_what_its_neighbours_support(
 
 def rooms_of(*ranks: EntryNode | StageNode) -> list[list[int]]:
     return [[room.total for room in rank.budget.rooms] for rank in ranks]
+
+
+def test_every_rank_has_the_room_for_rows_that_the_plan_counts(world: World) -> None:
+    async def main() -> None:
+        async with serving_both(world) as (a, b, entry, stage):
+            room = WaitingRoom(64 * 4)
+            shape = a.runtime._model.shape
+
+            assert entry.waiting_room == stage.waiting_room == room.total
+            assert reserved_bytes(shape) == workspace_bytes(shape) + room.total
+            assert stage._machine._max_waiting == room.max_waiting
+            assert entry._prompts.most_rows == 4 * MAX_ROWS
+            assert await tokens(a)
+            assert b.runtime.stage is stage
+
+    run_virtual(main())
+
+
+def test_what_waits_to_be_sent_and_the_rows_of_a_stage_share_its_room(world: World) -> None:
+    async def main() -> None:
+        async with serving_both(world) as (_, _, _, stage):
+            link = stage._neighbours._next
+            rows = WaitingRoom(64 * 4).max_waiting
+            session, other = (SessionId(bytes([number]) * 16) for number in (1, 2))
+            blob = seal(session_key(session), DType.FLOAT32, (1, 4, 64), bytes(4 * 64 * 4))
+            data = Data(session, stage._machine.epoch, 0, 0, 4, Flags.PREFILL, blob)
+            link._queued_bytes += rows - len(blob.payload)  # almost all of it waits to be sent
+
+            assert [type(each) for each in stage._machine.receive(data, 0.0)] == [Compute]
+            assert link._held() == len(blob.payload)
+            (refused,) = stage._machine.receive(replace(data, session=other), 0.0)[-1:]
+            assert isinstance(refused, Forward)
+            assert isinstance(refused.message, Fault)
+            assert refused.message.session == other
+            assert refused.message.code is FaultCode.BUSY
+            link._queued_bytes -= rows - len(blob.payload)
+
+    run_virtual(main())
 
 
 def test_a_ring_goes_on_with_other_rooms_of_which_the_entry_never_uses_more_than_a_stage(

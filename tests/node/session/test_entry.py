@@ -44,11 +44,6 @@ from meshllm.protocol.session.messages import (
 )
 from meshllm.protocol.session.pace import Pace
 from meshllm.protocol.session.speculation import Speculation
-from meshllm.protocol.session.stage import (
-    MAX_PENDING,
-    MAX_RECOMPUTE_ROWS,
-    MAX_WAITING_BYTES,
-)
 from meshllm.request import FinishReason, Prefilled, Resumable, Sampling
 from tests.builders.session import (
     CountedCache,
@@ -140,6 +135,7 @@ async def running(
     keeps: bool = False,
     resumes: bool = False,
     context: int = CONTEXT,
+    prompt_bytes: int | None = None,
 ) -> AsyncIterator[Running]:
     """Run an entry of a ring of one or two, with room for so many blocks of tokens."""
     thread = HeldExecutor()
@@ -159,6 +155,7 @@ async def running(
             max_sessions=sessions,
             max_crop=None,
             prefixes=PrefixCache[SessionCache](index, None),
+            prompt_bytes=prompt_bytes,
         ),
         Worker(thread),
         cast("Neighbours", neighbours) if neighbours else None,
@@ -485,18 +482,36 @@ async def test_an_embedding_takes_the_room_of_kept_caches() -> None:
         assert entry.node.budget.kept_bytes == 0
 
 
-@pytest.mark.parametrize(("chunk", "window"), [(2048, 1), (1024, 2), (64, 16)])
-async def test_chunks_in_flight_are_few_enough_to_wait_on_one_rank(chunk: int, window: int) -> None:
-    async with running(sessions=8) as entry:
-        wide = RowFormat(8192, torch.float32)
-        entry.layers.row_format = wide
-        entry.node.pace = lambda _tokens, _others: Pace(chunk=chunk, window=16)
+async def test_prompts_share_the_room_for_rows_that_wait() -> None:
+    row_bytes = 4
+    async with running(ring=2, prompt_bytes=6 * row_bytes) as entry:
+        orders = order(*range(1, 9)), order(*range(21, 27))
+        generations = [entry.node.generate(each) for each in orders]
+        first, second = [asyncio.ensure_future(anext(each, None)) for each in generations]
+        for _ in range(3):
+            await asyncio.sleep(0)
+            await entry.thread.settle()
+        assert entry.neighbours is not None
+        sent = [(each.pos, each.rows) for each in entry.neighbours.sent if isinstance(each, Data)]
+        assert sent == [(0, 4)]  # a chunk of each would be 8 rows
 
-        pace = entry.node._pace(order(), None)
+        await entry.drive(first)
+        await entry.drive(second)
+        assert ids(await entry.read(generations[1])) == [27, 28, 29]
+        assert ids(await entry.read(generations[0])) == [9, 10, 11]
 
-        assert pace == Pace(chunk=chunk, window=window)
-        most = 8 * pace.window * chunk * wide.width * wide.dtype.itemsize
-        assert most + 8 * MAX_PENDING * MAX_RECOMPUTE_ROWS * wide.width * 4 <= MAX_WAITING_BYTES
+
+async def test_a_prompt_goes_on_when_one_before_it_is_cancelled() -> None:
+    async with running(ring=2, prompt_bytes=4 * 4) as entry:
+        generations = [entry.node.generate(order(*range(at, at + 8))) for at in (1, 21)]
+        first, second = [asyncio.ensure_future(anext(each, None)) for each in generations]
+        await asyncio.sleep(0)
+        assert len(entry.node._prompts.waiting) == 1
+
+        first.cancel()
+
+        await entry.drive(second)
+        assert ids(await entry.read(generations[1])) == [29, 30, 31]
 
 
 async def test_a_cache_that_was_just_taken_over_is_kept_when_the_ring_is_lost() -> None:

@@ -343,6 +343,25 @@ def test_what_a_neighbour_does_not_read_is_bounded(
     assert waiting <= 68 << 20
 
 
+@pytest.mark.parametrize(("held", "ends"), [(4096, False), (32 << 20, True)])
+def test_what_the_rank_holds_leaves_less_room_for_messages_that_wait(held: int, ends: bool) -> None:
+    async def story() -> bool:
+        ours, theirs = await pair()
+        peer = ring_link_on(ours)
+        peer.share(64 << 20, lambda: held)
+        running = asyncio.create_task(peer.run(lambda _: None))
+        await say(theirs, Hello(THEIRS, 1, PLAN), Beat(1, 0, 0))
+        await asyncio.sleep(0.1)
+        for number in range(20):  # of 2 MiB
+            peer.post(Forward(rows(number)))
+        await asyncio.sleep(0.1)
+        has_ended = running.done()
+        running.cancel()
+        return has_ended
+
+    assert run_virtual(story()) is ends
+
+
 def test_a_link_on_which_too_much_has_waited_ends_even_if_the_neighbour_reads_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

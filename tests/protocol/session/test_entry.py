@@ -20,7 +20,7 @@ from meshllm.protocol.session.actions import (
     Progress,
 )
 from meshllm.protocol.session.blob import seal, session_key
-from meshllm.protocol.session.codec import MAX_POSITION, MAX_ROWS
+from meshllm.protocol.session.codec import MAX_POSITION
 from meshllm.protocol.session.entry import Entry, EntryState
 from meshllm.protocol.session.messages import (
     Blob,
@@ -462,20 +462,6 @@ def test_a_lost_close_times_out() -> None:
 def test_an_impossible_task_is_refused(task: GenerationTask, words: str) -> None:
     with pytest.raises(UserError, match=words):
         Entry(task, PACE)
-
-
-@pytest.mark.parametrize(("chunk", "window"), [(1, 1), (MAX_ROWS, MAX_PENDING)])
-def test_a_pace_at_the_limits_is_accepted(chunk: int, window: int) -> None:
-    assert Pace(chunk=chunk, window=window).chunk == chunk
-
-
-@pytest.mark.parametrize(
-    ("chunk", "window", "words"),
-    [(0, 1, "chunk of 0 rows"), (5000, 1, "1 to 4096"), (1, 0, "window of 0"), (1, 17, "1 to 16")],
-)
-def test_a_pace_beyond_the_limits_is_refused(chunk: int, window: int, words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        Pace(chunk=chunk, window=window)
 
 
 def test_a_cache_that_cannot_be_cropped_is_recomputed_from_the_start() -> None:

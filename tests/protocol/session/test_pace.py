@@ -1,25 +1,22 @@
-"""Pacing: how many chunks of prompts are in flight at once."""
+"""Pacing: the limits of chunks, and of how many are in flight at once."""
 
 import pytest
 
+from meshllm.errors import UserError
+from meshllm.protocol.session.codec import MAX_ROWS
 from meshllm.protocol.session.pace import Pace
-from meshllm.protocol.session.stage import MAX_PENDING, MAX_WAITING_BYTES
+from meshllm.protocol.session.stage import MAX_PENDING
+
+
+@pytest.mark.parametrize(("chunk", "window"), [(1, 1), (MAX_ROWS, MAX_PENDING)])
+def test_a_pace_at_the_limits_is_accepted(chunk: int, window: int) -> None:
+    assert Pace(chunk=chunk, window=window).chunk == chunk
 
 
 @pytest.mark.parametrize(
-    ("chunk", "row_bytes", "sessions", "window"),
-    [
-        (256, 2048, 8, MAX_PENDING),
-        (1024, 32_768, 8, 2),
-        (1024, 32_768, 1, MAX_PENDING),
-        (2048, 32_768, 8, 1),
-        (4096, 32_768, 8, 1),
-    ],
+    ("chunk", "window", "words"),
+    [(0, 1, "chunk of 0 rows"), (5000, 1, "1 to 4096"), (1, 0, "window of 0"), (1, 17, "1 to 16")],
 )
-def test_the_chunks_of_all_sessions_find_room_where_they_wait(
-    chunk: int, row_bytes: int, sessions: int, window: int
-) -> None:
-    pace = Pace(chunk=chunk, window=MAX_PENDING).within(row_bytes, sessions)
-
-    assert pace == Pace(chunk=chunk, window=window)
-    assert window == 1 or sessions * window * chunk * row_bytes <= MAX_WAITING_BYTES // 2
+def test_a_pace_beyond_the_limits_is_refused(chunk: int, window: int, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        Pace(chunk=chunk, window=window)

@@ -160,6 +160,16 @@ def test_rows_that_arrive_faster_than_they_run_end_their_session() -> None:
     assert stage.computed(ONE, blob(4), 0.6, SPENT)[1:] == [compute(4, 2, 2)]
 
 
+def test_what_waits_to_be_sent_leaves_less_room_for_rows() -> None:
+    queued = len(blob(2).payload)
+    most = len(blob(6).payload)
+    stage = Stage(1, 3, epoch=EPOCH, max_waiting=most, queued=lambda: queued)
+    stage.receive(data(0, 3, session=ONE), 0.0)
+
+    assert stage.receive(data(0, 2, session=TWO), 0.1) == [Free(TWO), too_many(7, 6, TWO)]
+    assert stage.receive(data(3, 1, session=ONE), 0.2) == []  # the other session goes on
+
+
 def test_rows_that_are_computed_or_outdated_wait_no_more() -> None:
     stage = narrow(4)
     for pos in range(0, 12, 4):
