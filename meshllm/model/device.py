@@ -7,6 +7,7 @@ and reuses a piece of it only when the copy from it is done. On the CPU nothing 
 nothing waits.
 """
 
+import errno
 import logging
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -61,10 +62,11 @@ def name_of(device: torch.device) -> str:
     return f"{device} {torch.cuda.get_device_name(device)}"
 
 
-def is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an allocation failed, for which torch often raises a plain `RuntimeError`."""
     text = str(error) if isinstance(error, RuntimeError) else ""
     is_told = any(each in text for each in ("allocate", "bad_alloc", "out of memory"))
+    is_told |= isinstance(error, OSError) and error.errno == errno.ENOMEM
     return is_told or isinstance(error, MemoryError | torch.OutOfMemoryError)
 
 

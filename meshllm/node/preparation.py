@@ -2,11 +2,12 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -29,6 +30,9 @@ from meshllm.protocol.membership.records import Profile
 from meshllm.protocol.weights.holders import name_of
 
 RUNTIME_BYTES = 256 << 20  # overhead of a serving process, whatever the model
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +60,7 @@ class Preparation:
         try:
             sources = [await self._resolve(name) for name in own]
             shapes = [
-                await self.worker.run(shape_of, each, None, Quant.NONE, self.cache)
+                await self._run(each.name, shape_of, each, None, Quant.NONE, self.cache)
                 for each in sources
             ]
         except ModelError:
@@ -68,6 +72,7 @@ class Preparation:
 
         Raises:
             ModelError: the model is not found locally, or cannot be run.
+            OutOfMemory: there is no memory to open it.
             UserError: it has fewer layers than this node is to hold.
         """
         source = await self._resolve(self.options.model or FIRST_MODEL)
@@ -87,6 +92,7 @@ class Preparation:
         Raises:
             ModelMissing: the model is not found locally.
             ModelError: the options name different ones.
+            OutOfMemory: there is no memory to open it, or one of those that the options name.
         """
         inference = self.options.inference
         if folder is None:
@@ -103,6 +109,8 @@ class Preparation:
         for charter in charters:
             try:
                 await self._find(charter)
+            except OutOfMemory:  # for now: if it is to serve it, this node tries again
+                keys.append(charter.key)
             except ModelError as error:
                 logger.debug("cannot hold `%s`: %s", charter.shape.name, error)
             else:
@@ -160,12 +168,13 @@ class Preparation:
         The model of a further ring runs with the threads that were chosen for the first one.
 
         Raises:
-            ModelError: its weights are damaged, or there is no memory to measure one layer.
+            ModelError: its weights are damaged.
+            OutOfMemory: there is no memory to measure one layer.
         """
         run, options = self.worker.run, self.options
         dtype: torch.dtype = getattr(torch, model.shape.dtype)
         what = model.source, dtype, self.cache, model.quant, model.device
-        with _reporting_memory(model.source):
+        with _reporting_memory(model.source.name):
             if not is_further:
                 await model.calibrate()
             weights = await run(manifest, model.source, self.cache)
@@ -193,6 +202,7 @@ class Preparation:
 
         Raises:
             ModelError: it is not found, or none of the node's own has its configuration.
+            OutOfMemory: there is no memory to read one that may have it.
         """
         options, error = self.options, None
         own = (options.model, *options.more_models) if options.model else ()
@@ -201,6 +211,8 @@ class Preparation:
                 source = await self._resolve(name, is_own=name in {*own, *self.described})
                 digest = await self._digest(source)
                 refuse_other(charter, source.name, digest, options.inference.quant)
+            except OutOfMemory:
+                raise
             except ModelError as found:
                 error = error or found
             else:
@@ -210,7 +222,8 @@ class Preparation:
 
     async def _find_in(self, folder: Path, charter: Charter) -> Source:
         """Open the model of a charter in a folder; raise `ModelError` if it is not there."""
-        source = await self.worker.run(open_folder, charter.shape.name, folder)
+        name = charter.shape.name
+        source = await self._run(name, open_folder, name, folder)
         quant = self.options.inference.quant
         refuse_other(charter, source.name, await self._digest(source), quant)
         return source
@@ -240,30 +253,47 @@ class Preparation:
     async def _open(self, source: Source, config: InferenceConfig) -> ModelRuntime:
         draft = await self._resolve(config.draft) if config.draft else None
         config = replace(config, cache=self.cache)
-        hashing = asyncio.ensure_future(asyncio.to_thread(hash_files, source, self.cache))
-        try:
-            with _reporting_memory(source):
+        with _reporting_memory(source.name):
+            hashing = asyncio.ensure_future(asyncio.to_thread(hash_files, source, self.cache))
+            try:
                 return await ModelRuntime.open(source, self.worker, config, draft)
-        finally:
-            await hashing
+            finally:
+                await hashing
 
     async def _resolve(self, model: str, *, is_own: bool = True) -> Source:
-        return await self.worker.run(partial(resolve, model, offline=True, is_own=is_own))
+        return await self._run(model, partial(resolve, model, offline=True, is_own=is_own))
 
     async def _digest(self, source: Source) -> Digest:
-        return Digest(await self.worker.run(config_digest, source))
+        return Digest(await self._run(source.name, config_digest, source))
+
+    async def _run(
+        self, model: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Read something of a model on the compute thread."""
+        with _reporting_memory(model):
+            return await self.worker.run(function, *args, **kwargs)
 
 
 @contextmanager
-def _reporting_memory(source: Source) -> Iterator[None]:
-    """Raise `OutOfMemory` for an allocation that failed: another model may need less."""
+def _reporting_memory(model: str) -> Iterator[None]:
+    """Raise `OutOfMemory` for an allocation that failed: it may succeed later."""
     try:
         yield
-    except (MemoryError, RuntimeError) as error:  # torch raises the latter
-        if not is_out_of_memory(error):
+    except OutOfMemory:
+        raise
+    except (MemoryError, RuntimeError, OSError, ModelError) as error:
+        if (lack := _find_lack(error)) is None:
             raise
-        reason = f": {error}" if str(error) else ""  # Python's own has no text
+        reason = f": {lack}" if str(lack) else ""  # Python's own has no text
         raise OutOfMemory(
-            f"Not enough memory to prepare `{source.name}`{reason}",
+            f"Not enough memory to prepare `{model}`{reason}",
             hint="free memory, or raise its limit",
         ) from error
+
+
+def _find_lack(error: BaseException) -> BaseException | None:
+    """Return the failed allocation that an error is, or follows from: transformers wraps some."""
+    found: BaseException | None = error
+    while found is not None and not is_out_of_memory(found):
+        found = found.__cause__ or found.__context__
+    return found

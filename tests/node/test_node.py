@@ -1,6 +1,8 @@
 """Whole nodes in one process: they connect, form a ring, serve, join and leave."""
 
 import asyncio
+import errno
+import pkgutil
 import re
 import shutil
 import sys
@@ -23,6 +25,7 @@ from meshllm.model.files.source import resolve
 from meshllm.model.steps.runner import Runner
 from meshllm.names import Span, show
 from meshllm.node.agreement import offer as offer_module
+from meshllm.node.agreement import ring_service
 from meshllm.node.agreement.own_state import HANGS
 from meshllm.node.client import open_mesh_client
 from meshllm.node.compute.worker import Worker, compute_thread
@@ -255,6 +258,30 @@ async def test_a_span_that_cannot_be_loaded_is_retried_later(
     assert await ask(control_of(b)) == await reference()
     offers = [a.machine.profiles[node.me].memory_bytes for node in (a, b, c)]
     assert not is_memory or max(offers[:2]) < offers[2]
+
+
+@pytest.mark.parametrize(
+    "place", ["meshllm.node.preparation.resolve", "meshllm.node.ring.model_runtime.shape_of"]
+)
+async def test_a_node_that_lacks_memory_to_open_its_model_opens_it_later(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.setattr(ring_service, "FIRST_OPEN_S", 0.01)
+    lacks = MemoryError(), OSError(errno.ENOMEM, "no memory")
+    read, failing = pkgutil.resolve_name(place), [*lacks]
+
+    def fail(*given: Any, **more: Any) -> Any:
+        if failing:
+            raise failing.pop()
+        return read(*given, **more)
+
+    monkeypatch.setattr(place, fail)
+    a = await mesh.start("a", members=2)
+    await until(lambda: a.machine.charter is not None, a)
+    failing += lacks
+    b = await mesh.start("b", join=await a.create_ticket())
+
+    await until(lambda: len(spans(b)) == 2, b)
 
 
 async def test_a_lost_node_is_replaced_and_can_return(mesh: Mesh) -> None:

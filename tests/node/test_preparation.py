@@ -1,5 +1,6 @@
 """Loading and profiling of the model before the first offer."""
 
+import errno
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,8 @@ import pytest
 
 from meshllm.errors import ModelError, ModelMissing, OutOfMemory, UserError
 from meshllm.model.capacity import shape_of
-from meshllm.model.files.source import resolve
+from meshllm.model.files import manifest
+from meshllm.model.files.source import Source, resolve
 from meshllm.model.shape import process_memory
 from meshllm.names import Digest, Quant, Span, WireMode
 from meshllm.node.compute.worker import Worker
@@ -158,16 +160,48 @@ async def test_a_lack_of_memory_while_a_model_is_measured_is_reported(
         await preparation.offer(engine, EMPTY)
 
 
+@pytest.mark.parametrize(
+    "place",
+    [
+        "meshllm.model.files.source.read_regular",  # of the config
+        "meshllm.model.files.source.AutoConfig.from_pretrained",
+        "meshllm.model.files.source.Path.iterdir",
+        "meshllm.node.ring.model_runtime.shape_of",
+        "meshllm.node.preparation.config_digest",
+        "meshllm.node.preparation.hash_files",
+        "transformers.configuration_utils.cached_file",  # whose errors transformers wraps
+    ],
+)
+@pytest.mark.parametrize("lack", [MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory")])
 async def test_a_lack_of_memory_while_a_model_is_opened_is_reported(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, lack: Exception
 ) -> None:
-    def refusing(*_: object) -> None:
-        raise MemoryError
+    def refusing(*_: object, **_more: object) -> None:
+        raise lack
 
-    monkeypatch.setattr("meshllm.node.ring.model_runtime.shape_of", refusing)
+    monkeypatch.setattr(place, refusing)
 
     with pytest.raises(OutOfMemory, match="Not enough memory to prepare"):
         await prepare(tmp_path, model=str(llama)).found()
+
+
+async def test_a_model_that_cannot_be_read_for_lack_of_memory_counts_as_held(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, charter = await prepare(tmp_path, model=str(llama)).found()
+    preparation = prepare(tmp_path, model="no/model", more_models=(str(llama), "builtin"))
+    digest = manifest.config_digest
+
+    def refusing(source: Source) -> bytes:
+        if source.name == str(llama):
+            raise MemoryError
+        return digest(source)
+
+    monkeypatch.setattr("meshllm.node.preparation.config_digest", refusing)
+
+    assert await preparation.held([charter]) == (charter.key,)
+    with pytest.raises(OutOfMemory, match=f"Not enough memory to prepare `{llama}`"):
+        await preparation.join(charter)
 
 
 async def test_a_bug_while_a_model_is_measured_keeps_its_type(

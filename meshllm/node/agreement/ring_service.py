@@ -6,16 +6,20 @@ A mesh that serves several models, or replicas, has a ring for each. If the reco
 first ring than that of the node, it retracts its offer, leaves the ring, which goes on without it,
 and begins again with the other model, see `RingServer`. Meanwhile it serves in the further rings
 that the records name, see `FurtherRings`.
+
+A model that cannot be opened ends the node if it can serve no other one, except for a lack of
+memory, which may pass: the node stays a member, says so, and tries again with backoff. As it offers
+nothing meanwhile, the others plan without it.
 """
 
 import asyncio
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from meshllm.errors import ModelError, ModelMissing
+from meshllm.errors import ModelError, ModelMissing, OutOfMemory
 from meshllm.names import GroupId, ModelKey
 from meshllm.node.agreement.further_rings import MOVE_S, FurtherRings
 from meshllm.node.agreement.plan_follower import SETTLE_S
@@ -34,6 +38,7 @@ if TYPE_CHECKING:  # a provider holds no layers, and imports no torch
 
 RETRY_S = 600.0  # s until a model that could not be served here is tried again
 LAST_RETRY_S = 6 * 3600.0  # s; doubled up to this, unless the model is only missing
+FIRST_OPEN_S, LAST_OPEN_S = 5.0, 300.0  # s; backoff before the only model is opened again
 
 logger = logging.getLogger(__name__)
 
@@ -87,11 +92,8 @@ class RingService:
 
     async def run(self) -> None:
         """Serve in one ring after the other, each with its model."""
-        parts, found = self._parts, None
-        if parts.machine.charter is None and parts.is_founder:
-            found, charter = await parts.prepared.found()
-            parts.editor.publish(charter)
-        else:
+        parts, found = self._parts, await self._found()
+        if found is None:
             await self._charter_known.wait()
             assert parts.machine.charter is not None  # never unset
             parts.editor.check_layers()
@@ -164,16 +166,52 @@ class RingService:
         servers = (each for each in self.servers if each.member.group == group)
         return next((each.status for each in servers), None)
 
+    async def _found(self) -> "ModelRuntime | None":
+        """Open the model of a new mesh, and publish its charter; None if the mesh has one."""
+        parts, pauses = self._parts, _pauses()
+        while parts.machine.charter is None and parts.is_founder:
+            try:
+                model, charter = await parts.prepared.found()
+            except OutOfMemory as error:
+                lack = str(error)
+            else:
+                parts.editor.publish(charter)
+                return model
+            await self._wait_for_memory(lack, next(pauses))
+        return None
+
     async def _serve(self, model: "ModelRuntime | None") -> None:
         """Serve in the first ring; do without its model if there are others."""
-        ring = self.first.member.charter
+        ring, pauses = self.first.member.charter, _pauses()
+        while True:
+            try:
+                await self.first.serve(model)
+            except ModelError as error:
+                if ring is not None and self._parts.offer.profile.models:
+                    self._give_up(ring.key, error)
+                    self.first.end(UNASSIGNED)  # else it would not begin in the same ring again
+                    return
+                if not isinstance(error, OutOfMemory):
+                    raise
+                lack = str(error)
+            else:
+                return
+            await self._wait_for_memory(lack, next(pauses))
+
+    async def _wait_for_memory(self, lack: str, pause_s: float) -> None:
+        """Say that the model cannot be opened, until it is time to try again.
+
+        Takes a text, as the frames in the traceback of an error would keep memory meanwhile.
+        """
+        logger.warning(
+            "this node cannot open its model, it tries again in %.0f s: %s", pause_s, lack
+        )
+        member = self.first.member
+        member.trouble = OutOfMemory(lack)
         try:
-            await self.first.serve(model)
-        except ModelError as error:
-            if ring is None or not self._parts.offer.profile.models:
-                raise
-            self._give_up(ring.key, error)
-            self.first.end(UNASSIGNED)  # else it would not begin in the same ring again
+            await asyncio.sleep(pause_s)
+        finally:
+            member.trouble = None
 
     def _regrouped(self) -> None:
         """Schedule the moves that follow from the groups of this node."""
@@ -242,3 +280,11 @@ class RingService:
                 or (not parts.has_own_model and supply.can_fetch(each, parts.machine.profiles))
             )
         )
+
+
+def _pauses() -> Iterator[float]:
+    """Yield the pauses, in seconds, before a model is opened again."""
+    pause_s = FIRST_OPEN_S
+    while True:
+        yield pause_s
+        pause_s = min(2 * pause_s, LAST_OPEN_S)

@@ -3,19 +3,27 @@
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from meshllm.errors import ModelError, ModelMissing
+from meshllm.errors import ModelError, ModelMissing, OutOfMemory
 from meshllm.names import FIRST_GROUP, GroupId, ModelKey
 from meshllm.node.agreement.further_rings import MOVE_S
 from meshllm.node.agreement.offer import NodeOffer
 from meshllm.node.agreement.plan_follower import SETTLE_S
 from meshllm.node.agreement.ring_server import NodeParts
-from meshllm.node.agreement.ring_service import LAST_RETRY_S, RETRY_S, RingService
+from meshllm.node.agreement.ring_service import (
+    FIRST_OPEN_S,
+    LAST_OPEN_S,
+    LAST_RETRY_S,
+    RETRY_S,
+    RingService,
+)
 from meshllm.protocol.agreement.groups import UNASSIGNED, NodeGroups
+from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import Profile
 from meshllm.testing.clock import run_virtual
 from tests.builders.offers import A
@@ -230,6 +238,41 @@ def test_a_node_begins_again_in_the_only_ring_that_it_can_serve_in() -> None:
         await asyncio.gather(running, return_exceptions=True)
 
     run(story)
+
+
+def test_a_node_that_lacks_memory_for_the_only_model_says_so_and_tries_again_later_and_later() -> (
+    None
+):
+    lack, damage = OutOfMemory("Not enough memory to prepare `it`"), ModelError("it is damaged")
+    failures = [*(6 * [lack]), None, *(2 * [lack]), damage]
+    begun = list[tuple[float, str]]()
+
+    async def story(node: Moving) -> None:
+        loop, parts = asyncio.get_running_loop(), cast("Any", node.service._parts)
+        parts.offer.profile = SimpleNamespace(models=())
+        parts.machine.charter = None
+        parts.editor.publish = lambda charter: setattr(parts.machine, "charter", charter)
+
+        async def open_model(*_: object) -> tuple[object, Charter]:
+            begun.append((loop.time(), node.place.member.reason))
+            if failure := failures.pop(0):
+                raise failure
+            return "model", WHOLE
+
+        parts.prepared = SimpleNamespace(found=open_model)
+        cast("Any", node.service.first).serve = open_model
+        running = asyncio.ensure_future(node.service.run())
+        await asyncio.sleep(FIRST_OPEN_S / 2)
+        assert node.place.member.reason == str(lack)
+        await asyncio.wait({running})
+        assert running.exception() is damage
+
+    run(story)
+    times = [time for time, _ in begun]
+    pauses = [late - early for early, late in pairwise(times)]
+    doubled = [min(FIRST_OPEN_S * 2**number, LAST_OPEN_S) for number in range(6)]
+    assert pauses == pytest.approx([*doubled, 0.0, *doubled[:2]])
+    assert {reason for _, reason in begun} == {"nobody"}  # it says so only while it waits
 
 
 def test_a_model_that_no_node_could_send_is_offered_again_later() -> None:
