@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -147,34 +147,47 @@ async def dial_inviter(
         if node == ticket.inviter:  # beacons of other nodes may be forged
             heard[node] = addresses
 
+    async with AsyncExitStack() as opened:  # closes the link if the queries end with a bug
+        async with AsyncExitStack() as stack:
+            pause: Callable[[], Awaitable[None]] = partial(asyncio.sleep, REDIAL_S)
+            if discovery:
+                pause = await stack.enter_async_context(_asking(ticket, store.key.node, hear))
+            link = await _dial_until_answered(ticket, dialer, heard, pause)
+            opened.push_async_callback(link.close)
+        opened.pop_all()
+    return link
+
+
+async def _dial_until_answered(
+    ticket: Ticket,
+    dialer: NodeDialer,
+    heard: Mapping[NodeId, tuple[str, ...]],
+    pause: Callable[[], Awaitable[None]],
+) -> SecureLink:
     logged, closed = "", 0
-    async with AsyncExitStack() as stack:
-        pause: Callable[[], Awaitable[None]] = partial(asyncio.sleep, REDIAL_S)
-        if discovery:
-            pause = await stack.enter_async_context(_asking(ticket, store.key.node, hear))
-        while True:
-            _refuse_expired(ticket)
-            addresses = (*ticket.addresses, *heard.get(ticket.inviter, ()))
-            try:
-                with _advised(ticket):
-                    return await dialer.dial(
-                        addresses,
-                        Purpose.MESH,
-                        expect=ticket.inviter,
-                        removals={},
-                        local=Local.YES,
-                    )
-            except LinkLost as error:
-                closed = closed + 1 if isinstance(error, HandshakeClosed) else 0
-                if closed == MAX_CLOSED:
-                    raise NotAuthorised(
-                        "Ticket rejected: expired, used up, or issued for another mesh",
-                        hint=_advice(ticket),
-                    ) from error
-                if str(error) != logged:
-                    logged = str(error)
-                    logger.warning("waiting for the inviter: %s", error)
-            await pause()
+    while True:
+        _refuse_expired(ticket)
+        addresses = (*ticket.addresses, *heard.get(ticket.inviter, ()))
+        try:
+            with _advised(ticket):
+                return await dialer.dial(
+                    addresses,
+                    Purpose.MESH,
+                    expect=ticket.inviter,
+                    removals={},
+                    local=Local.YES,
+                )
+        except LinkLost as error:
+            closed = closed + 1 if isinstance(error, HandshakeClosed) else 0
+            if closed == MAX_CLOSED:
+                raise NotAuthorised(
+                    "Ticket rejected: expired, used up, or issued for another mesh",
+                    hint=_advice(ticket),
+                ) from error
+            if str(error) != logged:
+                logged = str(error)
+                logger.warning("waiting for the inviter: %s", error)
+        await pause()
 
 
 @asynccontextmanager

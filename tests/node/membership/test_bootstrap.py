@@ -9,12 +9,13 @@ from typing import Any, ClassVar, cast
 
 import pytest
 
-from meshllm.errors import NotAuthorised, UserError
+from meshllm.errors import LinkLost, NotAuthorised, UserError
 from meshllm.names import NodeId
 from meshllm.node.membership import bootstrap as module
 from meshllm.node.membership.bootstrap import MAX_CLOSED, REDIAL_S, Membership, check_ticket, enter
 from meshllm.node.membership.state_store import StateStore
 from meshllm.node.net.beacon import Beacon, BeaconCode
+from meshllm.node.net.dialer import NodeDialer
 from meshllm.node.net.secure import SecureLink
 from meshllm.node.options import NodeOptions
 from meshllm.protocol.trust.credential import Credential, Role, check, remove
@@ -382,6 +383,32 @@ def test_a_bug_of_the_queries_ends_the_joining(
         options = NodeOptions(state=guest(town).folder, join=text)
         with pytest.raises(ZeroDivisionError):
             await enter(guest(town), options, (town.transport,))
+
+    run(story)
+
+
+def test_a_bug_of_the_queries_closes_the_link_to_the_inviter(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    links = list[SecureLink]()
+    dial = NodeDialer.dial
+
+    async def dial_and_keep(self: NodeDialer, *given: Any, **more: Any) -> SecureLink:
+        links.append(await dial(self, *given, **more))
+        return links[-1]
+
+    monkeypatch.setattr(module, "open_beacon", asker)
+    monkeypatch.setattr(Asker, "bug", ZeroDivisionError())
+    monkeypatch.setattr(NodeDialer, "dial", dial_and_keep)
+
+    async def story(town: Town) -> None:
+        a = await town.add("a")
+        options = NodeOptions(state=guest(town).folder, join=ticket(a))
+        with pytest.raises(ZeroDivisionError):
+            await enter(guest(town), options, (town.transport,))
+        (link,) = links
+        with pytest.raises(LinkLost):
+            await link.send([b"hello"])
 
     run(story)
 
