@@ -90,16 +90,19 @@ class RelayServer:
                 return connection.respond(HTTPStatus.NOT_FOUND, "Not Found\n")
 
     async def stream(self, connection: ServerConnection) -> None:
-        """Carry the packets of one stream until it is closed, or nobody is registered on it."""
+        """Carry the packets of one stream until it is closed, or nobody is registered on it.
+
+        A bug ends the stream at once; websockets logs it.
+        """
         assert isinstance(connection, CountedConnection)
         source = stream_source(connection.host, next(self._numbers))
         waiting = self._streams[source] = SendQueue()
-        watching = asyncio.ensure_future(self._watch(connection, source))
         try:
-            await carry(connection, waiting, lambda data: self._take([(data, source)]))
+            async with asyncio.TaskGroup() as group:
+                watching = group.create_task(self._watch(connection, source))
+                await carry(connection, waiting, lambda data: self._take([(data, source)]))
+                watching.cancel()
         finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
             del self._streams[source]
             self._lost += waiting.lost
 

@@ -9,13 +9,18 @@ from typing import Self
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
+from websockets.exceptions import (
+    ConnectionClosed,
+    ConnectionClosedError,
+    InvalidHandshake,
+    InvalidStatus,
+)
 
 from meshllm_quic.net.network import Address, Receive, Refused, Socket
 from meshllm_quic.net.udp import UdpNetwork
 from meshllm_quic.relay import relay_server
 from meshllm_quic.relay.registration import Action, Registration, SendToRelay
-from meshllm_quic.relay.relay import Refusal
+from meshllm_quic.relay.relay import Refusal, Relay
 from meshllm_quic.relay.relay_limiter import ConnectionLimiter
 from meshllm_quic.relay.relay_metrics import CONTENT_TYPE
 from meshllm_quic.relay.relay_server import RelayServer, open_relay, runs
@@ -237,6 +242,21 @@ async def test_a_stream_without_a_registered_node_is_closed(
     async with relaying() as server, stream(server) as idle:
         with pytest.raises(ConnectionClosed):
             await idle.recv()
+
+
+async def test_a_bug_of_the_look_at_registrations_ends_its_stream_and_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(*_: object) -> bool:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(relay_server, "UNREGISTERED_S", 0.0)
+    monkeypatch.setattr(Relay, "is_registered", failing)
+    async with relaying() as server, stream(server) as connection:
+        with pytest.raises(ConnectionClosedError):
+            await connection.recv()
+
+    assert "ZeroDivisionError" in caplog.text
 
 
 async def test_a_stream_with_a_registered_node_is_kept() -> None:
