@@ -8,14 +8,13 @@ nodes may read (`trust`) is sent to no others: it waits until one of them is lin
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
     ExitStack,
     aclosing,
     asynccontextmanager,
-    contextmanager,
     suppress,
 )
 from dataclasses import replace
@@ -28,7 +27,7 @@ from meshllm.node.membership.bootstrap import (
     check_client_ticket,
     client_folder,
     dial_inviter,
-    granted,
+    redeem,
 )
 from meshllm.node.membership.saved_records import RecordKeeper, SavedRecords, restore_records
 from meshllm.node.membership.state_store import StateStore
@@ -415,8 +414,8 @@ async def open_mesh_client(
     transports = (transport,) if transport else _transports_for(ticket)
     async with AsyncExitStack() as stack:
         supervisor = stack.enter_context(Supervisor())
-        store, is_first = stack.enter_context(_free_store(ticket, state))
-        instance, link = store.next_incarnation(), None
+        store, is_first = await stack.enter_async_context(_free_store(ticket, state))
+        instance, link = await asyncio.to_thread(store.next_incarnation), None
         prepare(transports, store.key)
         if (credential := store.credential) is None:
             try:
@@ -425,13 +424,13 @@ async def open_mesh_client(
                 if is_first:
                     raise
                 raise _too_many() from error
-            credential = store.join(granted(link), ticket)
+            credential = await redeem(store, ticket, link)
         own = Own(store.key, instance, credential)
         here = Machine(machine_secret(), credential.mesh)
         dialer = NodeDialer(by_scheme(transports), own, here)
         client = MeshClient(store, ticket, credential, dialer)
         client.restore()
-        stack.callback(client.records.close)
+        stack.push_async_callback(client.records.close)
         with supervisor.scope():
             running = asyncio.ensure_future(client.run(link))
         stack.push_async_callback(_ended, running, client.failed)
@@ -444,15 +443,16 @@ async def open_mesh_client(
         yield client
 
 
-@contextmanager
-def _free_store(ticket: Ticket, state: Path) -> Iterator[tuple[StateStore, bool]]:
+@asynccontextmanager
+async def _free_store(ticket: Ticket, state: Path) -> AsyncIterator[tuple[StateStore, bool]]:
     """Lock a key that no other process uses; yield it, and whether it is the ticket's first.
 
     A mesh accepts one link per key, and the node of this folder may run at the same time.
     """
     with ExitStack() as stack:
         for place in range(1, MAX_CLIENTS + 1):
-            store = StateStore.open(client_folder(ticket, state, place))
+            folder = client_folder(ticket, state, place)
+            store = await asyncio.to_thread(StateStore.open, folder)
             try:
                 stack.enter_context(store.locked())
             except UserError:

@@ -521,8 +521,8 @@ async def open_node(
         NotAuthorised: the ticket is rejected.
         PluginError: a transport is missing or broken.
     """
-    store = StateStore.open(options.state)
-    keep_temporary_files(options.state)
+    store = await off_loop(StateStore.open, options.state)
+    await off_loop(keep_temporary_files, options.state)
     async with AsyncExitStack() as stack:
         supervisor = stack.enter_context(Supervisor())
         stack.enter_context(store.locked())
@@ -537,7 +537,7 @@ async def open_node(
             endpoints.reserve(store.peers.values())
             if options.join and preparation is not None:
                 await preparation.check_layers()
-            own = await enter(store, options, endpoints.transports)
+            own = await enter(store, options, endpoints.transports, off_loop)
             options = with_own_entry(options, store.key.node, is_founder=own.is_founder)
             node = MeshNode(options, store, preparation, endpoints, own, off_loop)
             node.state.provider = provider
@@ -551,4 +551,4 @@ async def open_node(
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
-            node.records.close()
+            await node.records.close()

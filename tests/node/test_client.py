@@ -1,6 +1,7 @@
 """A client, and a fake node that answers it."""
 
 import asyncio
+import threading
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
@@ -49,6 +50,7 @@ from meshllm.strict_json import WrongField
 from meshllm.testing.clock import run_virtual
 from meshllm.transport.contract import Link
 from meshllm_loopback import LoopbackTransport, Shape
+from tests.builders.disk_threads import note_threads
 from tests.builders.fake_node import FOX
 from tests.builders.fake_ring import answer_of
 from tests.builders.identities import CLIENT, CREDENTIALS, FOUNDER, LAST, MIDDLE
@@ -631,6 +633,21 @@ def test_a_node_that_tells_lists_without_end_has_few_of_them_saved(
 
     assert set(saved) == {8}
     assert len(saved) <= (2 if is_same else 7)  # a save each second for 5 s, and those at its ends
+
+
+def test_a_client_reads_and_writes_its_state_off_the_loop(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(town: Town) -> None:
+        a = await inn(town)
+        threads = note_threads(town.folder / "client", monkeypatch)
+        async with client(town, ticket(a)) as thin:
+            await ask(thin)
+            thin.records.changed()
+        assert threads
+        assert threading.get_ident() not in threads
+
+    run(story)
 
 
 def test_what_a_client_is_told_last_is_saved_when_it_ends(run: Run) -> None:

@@ -55,6 +55,7 @@ from meshllm.status import MeshStatus, RingState
 from meshllm.strict_json import WrongField
 from meshllm.transport.contract import Listener
 from meshllm_loopback import LoopbackTransport
+from tests.builders.disk_threads import note_threads
 from tests.builders.fake_engine import FakeEngine, serving
 from tests.builders.node_options import node_options
 
@@ -586,6 +587,22 @@ class Moved:
         self.addresses = (address, *self.addresses)
         for callback in self._callbacks:
             callback()
+
+
+async def test_a_node_reads_and_writes_its_state_off_the_loop(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = note_threads(mesh.folder, monkeypatch)
+
+    a = await mesh.start("a")
+    b = await mesh.start("b", join=await a.create_ticket())
+    await until(lambda: "b" in states(a), a)
+    b.records.changed()
+    for name in ("b", "a"):
+        await mesh.kill(name)
+
+    assert threads
+    assert threading.get_ident() not in threads
 
 
 async def test_no_timer_of_a_node_fires_after_its_end(mesh: Mesh) -> None:

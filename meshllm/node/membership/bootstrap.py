@@ -20,6 +20,7 @@ from meshllm.node.net.dialer import NodeDialer
 from meshllm.node.net.endpoints import by_scheme
 from meshllm.node.net.peer_address import Local
 from meshllm.node.net.secure import HandshakeClosed, SecureLink
+from meshllm.node.offloop import OffLoop
 from meshllm.node.options import NodeOptions
 from meshllm.protocol.trust.credential import TOO_FAR, Credential, Role
 from meshllm.protocol.trust.handshake import Own, Purpose
@@ -52,21 +53,27 @@ class Membership:
 
 
 async def enter(
-    store: StateStore, options: NodeOptions, transports: Sequence[Transport]
+    store: StateStore,
+    options: NodeOptions,
+    transports: Sequence[Transport],
+    off_loop: OffLoop = asyncio.to_thread,
 ) -> Membership:
     """Found a mesh, return to one, or join one with a ticket; wait until the inviter answers.
 
     Raises:
-        UserError: the ticket is invalid, for a client, or no transport can dial the inviter.
+        UserError: the ticket is invalid, for a client, or no transport can dial the inviter; or the
+            state folder cannot be written.
         NotAuthorised: the inviter rejects it, or it has expired.
     """
     ticket = check_ticket(store, options.join) if options.join else None
-    incarnation = store.next_incarnation()
+    incarnation = await off_loop(store.next_incarnation)
     if ticket is None or _is_redeemed(store, ticket):
-        credential = store.credential or store.found()
+        credential = store.credential
+        if credential is None:
+            credential = await off_loop(store.found)
         return Membership(credential, incarnation, None, _known(store, ticket))
     link = await dial_inviter(store, ticket, transports, incarnation, discovery=options.discovery)
-    credential = store.join(_better(store.credential, granted(link)), ticket)
+    credential = await redeem(store, ticket, link, off_loop)
     return Membership(credential, incarnation, link, ((ticket.inviter, ticket.addresses),))
 
 
@@ -214,6 +221,25 @@ async def _asking(
             await asyncio.wait({asking})
         if not asking.cancelled():
             asking.result()
+
+
+async def redeem(
+    store: StateStore, ticket: Ticket, link: SecureLink, off_loop: OffLoop = asyncio.to_thread
+) -> Credential:
+    """Store the credential issued by the inviter over a link, on disk before this returns.
+
+    Raises:
+        NotAuthorised: it issued none.
+        UserError: the state folder cannot be written.
+
+    The link is closed after an error, or if cancelled.
+    """
+    async with AsyncExitStack() as opened:
+        opened.push_async_callback(link.close)
+        credential = _better(store.credential, granted(link))
+        await off_loop(store.join, credential, ticket)
+        opened.pop_all()
+    return credential
 
 
 def granted(link: SecureLink) -> Credential:

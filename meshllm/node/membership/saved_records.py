@@ -97,11 +97,14 @@ class RecordKeeper:
         await self._off_loop(self._write, next(self._taken), records)
         return records
 
-    def close(self) -> None:
-        """Save what is not saved yet."""
+    async def close(self) -> None:
+        """Save what is not saved yet, on disk before this returns, after all that was begun.
+
+        If cancelled, it may be saved all the same.
+        """
         if self._unsaved.is_set():
             try:
-                self._write(next(self._taken), self._take())
+                await self.save()
             except UserError as error:
                 _warn(error)
 

@@ -387,9 +387,9 @@ def test_a_bug_of_the_queries_ends_the_joining(
     run(story)
 
 
-def test_a_bug_of_the_queries_closes_the_link_to_the_inviter(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def dialled(monkeypatch: pytest.MonkeyPatch) -> list[SecureLink]:
+    """All links that are dialled."""
     links = list[SecureLink]()
     dial = NodeDialer.dial
 
@@ -397,16 +397,40 @@ def test_a_bug_of_the_queries_closes_the_link_to_the_inviter(
         links.append(await dial(self, *given, **more))
         return links[-1]
 
+    monkeypatch.setattr(NodeDialer, "dial", dial_and_keep)
+    return links
+
+
+def test_a_bug_of_the_queries_closes_the_link_to_the_inviter(
+    run: Run, monkeypatch: pytest.MonkeyPatch, dialled: list[SecureLink]
+) -> None:
     monkeypatch.setattr(module, "open_beacon", asker)
     monkeypatch.setattr(Asker, "bug", ZeroDivisionError())
-    monkeypatch.setattr(NodeDialer, "dial", dial_and_keep)
 
     async def story(town: Town) -> None:
         a = await town.add("a")
         options = NodeOptions(state=guest(town).folder, join=ticket(a))
         with pytest.raises(ZeroDivisionError):
             await enter(guest(town), options, (town.transport,))
-        (link,) = links
+        (link,) = dialled
+        with pytest.raises(LinkLost):
+            await link.send([b"hello"])
+
+    run(story)
+
+
+def test_a_credential_that_cannot_be_stored_closes_the_link_to_the_inviter(
+    run: Run, monkeypatch: pytest.MonkeyPatch, dialled: list[SecureLink]
+) -> None:
+    def fail(*_: object) -> Credential:
+        raise UserError("The disk is full")
+
+    async def story(town: Town) -> None:
+        a = await town.add("a")
+        monkeypatch.setattr(StateStore, "join", fail)
+        with pytest.raises(UserError, match="The disk is full"):
+            await come(town, guest(town), ticket(a))
+        (link,) = dialled
         with pytest.raises(LinkLost):
             await link.send([b"hello"])
 

@@ -164,7 +164,7 @@ def test_the_end_saves_what_could_not_be_saved(keep: Keep) -> None:
         kept.change(met(ANN))
         await asyncio.sleep(5)
         kept.error = None
-        kept.keeper.close()
+        await kept.keeper.close()
         assert kept.saved == [met(ANN), met(ANN)]
 
     keep(story)
@@ -172,10 +172,10 @@ def test_the_end_saves_what_could_not_be_saved(keep: Keep) -> None:
 
 def test_the_end_saves_what_is_not_saved(keep: Keep) -> None:
     async def story(kept: Kept) -> None:
-        kept.keeper.close()
+        await kept.keeper.close()
         assert kept.saved == []
         kept.change(met(BOB))
-        kept.keeper.close()
+        await kept.keeper.close()
         assert kept.saved == [met(BOB)]
 
     keep(story)
@@ -191,6 +191,22 @@ async def test_what_is_saved_at_once_is_saved_off_the_loop(store: StateStore) ->
 
     keeper = RecordKeeper(store, lambda: met(ANN), elsewhere)
     await keeper.save()
+
+    assert len(jobs) == 1
+    assert set(store.peers) == {ANN}
+
+
+async def test_what_is_saved_at_the_end_is_saved_off_the_loop(store: StateStore) -> None:
+    jobs = list[object]()
+
+    async def elsewhere(function: Any, /, *args: Any) -> Any:
+        assert not store.peers
+        jobs.append(function)
+        return function(*args)
+
+    keeper = RecordKeeper(store, lambda: met(ANN), elsewhere)
+    keeper.changed()
+    await keeper.close()
 
     assert len(jobs) == 1
     assert set(store.peers) == {ANN}
@@ -213,7 +229,7 @@ def test_a_snapshot_that_was_overtaken_is_not_written(keep: Keep) -> None:
         await kept.keeper.save()
         first.set()
         await asyncio.sleep(0)
-        kept.keeper.close()
+        await kept.keeper.close()
         assert (written, kept.saved[0]) == ([met(ANN)], met(BOB))
         assert met(ANN) not in kept.saved
 
