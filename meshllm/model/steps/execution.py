@@ -1,5 +1,6 @@
 """How a shard is run, for the user: strategy, kernels, and why a better one is not used."""
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -96,6 +97,13 @@ class Execution:
 
     def _slower(self, reason: str) -> "Execution":
         return replace(self, reason=reason, is_fallback=True)
+
+
+def level_of(reason: str, warned: set[str]) -> int:
+    """Return the level at which to log a fallback: a warning, but once for each reason."""
+    level = logging.INFO if reason in warned else logging.WARNING
+    warned.add(reason)
+    return level
 
 
 def describe(parts: Iterable[tuple[str, Execution]], draft: Execution | None = None) -> str:

@@ -17,6 +17,7 @@ from meshllm.model.kernels import jit
 from meshllm.model.split.anatomy import PROBE_ERRORS
 from meshllm.model.split.kv_cache import SpanCache
 from meshllm.model.steps.compiled_step import CompiledStep, ScoreBuffer
+from meshllm.model.steps.execution import level_of
 from meshllm.model.steps.trace import NotReplayable, Tracer
 
 EAGER_STEPS = 4
@@ -63,6 +64,8 @@ class Replay:
     """The active tracer, if any."""
     prepared: int = 0
     """Steps slower than later ones of as many rows: the first, traced and compared ones."""
+    warned: set[str] = field(default_factory=set[str])
+    """Reasons for slower steps that were warned of, perhaps of other shards."""
     _states: dict[tuple[int, int], _State] = field(default_factory=dict[tuple[int, int], _State])
     _scores: ScoreBuffer = field(default_factory=ScoreBuffer)
 
@@ -120,8 +123,9 @@ class Replay:
 
     def _disable(self, state: _State, x: Tensor, reason: str) -> None:
         """Run steps of as many rows eagerly from now on."""
-        level = logging.INFO if self.unfit else logging.WARNING
-        state.compiled, state.unfit = None, reason.partition("\n")[0]
+        line = reason.partition("\n")[0]
+        level = logging.INFO if self.unfit else level_of(line, self.warned)
+        state.compiled, state.unfit = None, line
         logger.log(level, "steps of %d rows are not replayed: %s", x.shape[1], reason)
 
     def _record(

@@ -27,16 +27,19 @@ class Runner:
         counts: Sequence[int] = (),
         trial: Trial | None = None,
         whole: nn.Module | None = None,
+        warned: set[str] | None = None,
     ) -> None:
         """Prepare steps of one row and of each number of rows in ``counts``; if empty, stock steps.
 
         ``trial`` returns why they cannot be used, or ""; None runs `try_steps`. ``whole`` is the
-        whole model on meta; None builds it.
+        whole model on meta; None builds it. Runners that share ``warned`` warn of each reason for
+        slower steps once.
 
         A shard has one runner, because a runner exchanges modules.
         """
         self.shard = shard
-        self.steps, self._execution = choose_steps(shard, counts, trial or try_steps, whole)
+        told = set[str]() if warned is None else warned
+        self.steps, self._execution = choose_steps(shard, counts, trial or try_steps, whole, told)
         self.step, self.step_many = self.steps.step, self.steps.step_many
         self.recompute, self.fill = self.steps.recompute, self.steps.fill
         self.runs_in_one_pass, self.warm_up_steps = self.steps.runs_in_one_pass, self.steps.warm_up

@@ -53,6 +53,7 @@ from meshllm.model.steps.execution import (
     graph_obstacle,
     lacks_for_graphs,
     lacks_invariance,
+    level_of,
     linears_of,
     own_attention,
     replay_obstacle,
@@ -251,10 +252,10 @@ class InvariantSteps:
 class ReplayedSteps:
     """Row-invariant steps replayed from a trace, without Python in between; eager prefill."""
 
-    def __init__(self, inner: InvariantSteps) -> None:
-        """Trace the steps of ``inner``."""
+    def __init__(self, inner: InvariantSteps, warned: set[str] | None = None) -> None:
+        """Trace the steps of ``inner``; ``warned`` is that of `choose_steps`."""
         self.inner = inner
-        self.replay = Replay()
+        self.replay = Replay() if warned is None else Replay(warned=warned)
         self.prefill = inner.prefill
         self.runs_in_one_pass = inner.runs_in_one_pass
 
@@ -384,19 +385,21 @@ def choose_steps(
     counts: Sequence[int],
     trial: Trial,
     whole: nn.Module | None,
+    warned: set[str],
 ) -> tuple[Steps, Execution]:
     """Choose how steps of one row and of each of ``counts`` run; if empty, stock steps.
 
-    ``whole`` is the whole model on meta; None builds it.
+    ``whole`` is the whole model on meta; None builds it. Warns of a fallback, unless its reason is
+    in ``warned`` already.
     """
     if not counts:
         is_able = shard.new_cache().croppable
         reason = "one row per step is requested" if is_able else NOT_CROPPABLE
-        return _stock(shard, reason, is_fallback=not is_able)
+        return _stock(shard, reason, None if is_able else warned)
     config, device = shard.model.config, shard.device
     whole = build(config, shard.model.dtype).model if whole is None else whole
     if reason := lacks_invariance(config, whole, device):
-        return _stock(shard, reason, is_fallback=True)
+        return _stock(shard, reason, warned)
     try:
         if device != CPU:
             return _on_gpu(shard, trial)
@@ -405,8 +408,8 @@ def choose_steps(
         restore_modules(shard.model)
         if device == CPU and is_out_of_memory(error):  # a GPU may have enough for stock steps
             raise
-        return _stock(shard, _reason_of(error, device), is_fallback=True)
-    return _replayed(shard, steps)
+        return _stock(shard, _reason_of(error, device), warned)
+    return _replayed(shard, steps, warned)
 
 
 def positions_of(x: Tensor, caches: Sequence[SpanCache], rows: Sequence[int]) -> Tensor:
@@ -418,14 +421,16 @@ def positions_of(x: Tensor, caches: Sequence[SpanCache], rows: Sequence[int]) ->
     return torch.cat(parts)[None]
 
 
-def _stock(shard: Shard, reason: str, *, is_fallback: bool = False) -> tuple[Steps, Execution]:
-    if is_fallback:
-        logger.warning(
+def _stock(shard: Shard, reason: str, warned: set[str] | None) -> tuple[Steps, Execution]:
+    """Return stock steps; without ``warned`` they were requested."""
+    if warned is not None:
+        logger.log(
+            level_of(reason, warned),
             "row-invariant kernels disabled (%s): no batched verification, no session batching",
             reason,
         )
     return StockSteps(shard), _execution(
-        shard, Strategy.STOCK, "torch", reason, is_fallback=is_fallback
+        shard, Strategy.STOCK, "torch", reason, is_fallback=warned is not None
     )
 
 
@@ -437,15 +442,15 @@ def _reason_of(error: Exception, device: torch.device) -> str:
     return "; ".join(filter(None, (lacking, f"{type(error).__name__}: {error}")))
 
 
-def _replayed(shard: Shard, steps: InvariantSteps) -> tuple[Steps, Execution]:
+def _replayed(shard: Shard, steps: InvariantSteps, warned: set[str]) -> tuple[Steps, Execution]:
     own = own_attention(shard.model.config, shard.model.dtype)
     layers = [shard.layer(at) for at in range(shard.span.start, shard.span.stop)]
     obstacle, is_fallback = replay_obstacle(layers or [shard.model], shard.new_cache(), shard.quant)
     if is_fallback:
-        logger.warning("steps are slower: %s", obstacle)
+        logger.log(level_of(obstacle, warned), "steps are slower: %s", obstacle)
     if obstacle:
         return steps, _execution(shard, Strategy.INVARIANT, own, obstacle, is_fallback=is_fallback)
-    return ReplayedSteps(steps), _execution(shard, Strategy.REPLAYED, own)
+    return ReplayedSteps(steps, warned), _execution(shard, Strategy.REPLAYED, own)
 
 
 def _execution(

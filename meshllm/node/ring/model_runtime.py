@@ -84,6 +84,7 @@ class ModelRuntime:
         """Whether the last rank may compute a part of the logits."""
         self._dtype: torch.dtype = getattr(torch, shape.dtype)
         self._held: LoadedSpan | None = None
+        self._warned = set[str]()  # of which slower steps, by all ranks of this process
         self._loader = self._new_loader()
         self._text: Text | None = None
 
@@ -302,7 +303,13 @@ class ModelRuntime:
 
     def _new_loader(self) -> SpanLoader:
         return SpanLoader(
-            self.source, self.shape, self.config, self.context, self._steps, self.draft
+            self.source,
+            self.shape,
+            self.config,
+            self.context,
+            self._steps,
+            self.draft,
+            self._warned,
         )
 
     @property

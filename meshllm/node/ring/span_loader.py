@@ -97,7 +97,7 @@ class _Kept:
 class SpanLoader:
     """Loads spans of one model, one at a time."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- what all its spans have in common
         self,
         source: Source,
         shape: ModelShape,
@@ -105,14 +105,19 @@ class SpanLoader:
         context: int,
         steps: Sequence[int],
         draft: Draft | None,
+        warned: set[str] | None = None,
     ) -> None:
-        """Load nothing yet; runners run each of ``steps`` rows in one pass."""
+        """Load nothing yet; runners run each of ``steps`` rows in one pass.
+
+        Loaders that share ``warned`` warn of each reason for slower steps once.
+        """
         self._source = source
         self._shape = shape
         self._config = config
         self._context = context
         self._steps = steps
         self._draft = draft
+        self._warned = warned
         self._quant = config.quant or Quant.NONE
         self._device = torch.device(config.device)
         self._dtype: torch.dtype = getattr(torch, shape.dtype)
@@ -329,7 +334,7 @@ class SpanLoader:
             **more,
         )
         trial = CachedTrial(cache) if cache else None
-        return Runner(shard, self._steps, trial, self._whole.model)
+        return Runner(shard, self._steps, trial, self._whole.model, self._warned)
 
 
 def _gaps(span: Span, pieces: Sequence[Runner]) -> list[Span]:

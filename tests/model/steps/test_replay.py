@@ -395,6 +395,24 @@ class Untraceable(nn.Module):
                 return x
 
 
+def test_shards_that_share_their_warnings_warn_of_a_reason_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner, warned = runner_of(tmp_path), set[str]()
+    module = Untraceable("draws")
+    hook = runner.shard.model.model.layers[1].mlp.register_forward_hook
+    hook(lambda _module, _args, output: module(output))
+
+    for _ in range(2):
+        steps_of(runner).replay = replay = Replay(warned=warned)
+        cache = filled(runner, 6)
+        for seed in range(12):
+            runner.step(ids(1, seed), cache)
+        assert replay.unfit
+
+    assert len(warnings_of(caplog)) == 1
+
+
 @pytest.mark.parametrize("kind", ["looks", "counts", "draws", "picks"])
 def test_a_forward_that_cannot_be_traced_runs_eagerly(
     tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture

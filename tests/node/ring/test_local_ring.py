@@ -1,6 +1,7 @@
 """Guarantees of a ring in one process."""
 
 import asyncio
+import logging
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -14,6 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from meshllm.errors import IntegrityFault, LinkLost, ModelError, PeerFault, UserError
 from meshllm.model.files.source import resolve
+from meshllm.model.split.kv_cache import SpanCache
+from meshllm.model.steps import strategies
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring import local_ring
 from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
@@ -296,6 +299,30 @@ async def test_nothing_is_left_running(llama: Path) -> None:
 
     assert asyncio.all_tasks() == {asyncio.current_task()}
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("compute")]
+
+
+@pytest.mark.parametrize("is_stock", [True, False])
+async def test_a_fallback_of_all_ranks_is_one_warning(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    is_stock: bool,
+) -> None:
+    source = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16)
+    if is_stock:
+        monkeypatch.setattr(strategies, "lacks_invariance", lambda *_: "it is odd")
+    else:
+        monkeypatch.setattr(SpanCache, "extends", False)
+    options = RingOptions(nodes=2, inference=InferenceConfig(threads=1))
+
+    async with open_local_ring(source, options):
+        pass
+
+    warnings = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    (warning,) = warnings
+    assert (
+        "kernels disabled (it is odd)" if is_stock else "steps are slower: no replay"
+    ) in warning
 
 
 async def test_more_nodes_than_layers_are_refused(llama: Path) -> None:
