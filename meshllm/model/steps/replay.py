@@ -67,6 +67,7 @@ class Replay:
     warned: set[str] = field(default_factory=set[str])
     """Reasons for slower steps that were warned of, perhaps of other shards."""
     _states: dict[tuple[int, int], _State] = field(default_factory=dict[tuple[int, int], _State])
+    _threads: int = 0  # of the latest step; each thread of Python has its own number
     _scores: ScoreBuffer = field(default_factory=ScoreBuffer)
 
     @property
@@ -77,9 +78,12 @@ class Replay:
 
     @property
     def unfit(self) -> dict[int, str]:
-        """Why steps are not replayed, by their number of rows; any thread may ask."""
-        states = list(self._states.items())
-        return {rows: state.unfit for (rows, _), state in states if state.unfit}
+        """Why steps are not replayed, by their number of rows; any thread may ask.
+
+        With the number of threads of the latest step.
+        """
+        states, now = list(self._states.items()), self._threads
+        return {rows: state.unfit for (rows, used), state in states if state.unfit and used == now}
 
     def step(
         self,
@@ -95,7 +99,7 @@ class Replay:
         """
         if x.dtype not in _DTYPES or len(x) > 1 or min(rows) < 1 or _is_shared(caches):
             return forward(x, places)
-        threads = torch.get_num_threads()
+        self._threads = threads = torch.get_num_threads()
         state = self._states.setdefault((x.shape[1], threads), _State())
         state.uses += 1
         self.prepared += state.uses == 1

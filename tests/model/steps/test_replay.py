@@ -20,7 +20,7 @@ from meshllm.model.steps import compiled_step, replay
 from meshllm.model.steps.compiled_step import CompiledStep
 from meshllm.model.steps.execution import Strategy
 from meshllm.model.steps.load import load_shard
-from meshllm.model.steps.replay import CHECKS, MOST_TRIES, SETTLED, Replay
+from meshllm.model.steps.replay import CHECKS, MOST_TRIES, SETTLED, Replay, _State
 from meshllm.model.steps.runner import Runner
 from meshllm.model.steps.strategies import ReplayedSteps
 from meshllm.model.steps.trace import Op
@@ -411,6 +411,17 @@ def test_shards_that_share_their_warnings_warn_of_a_reason_once(
         assert replay.unfit
 
     assert len(warnings_of(caplog)) == 1
+
+
+def test_steps_with_another_number_of_threads_are_not_reported(tmp_path: Path) -> None:
+    runner, threads = runner_of(tmp_path), torch.get_num_threads()
+    steps_of(runner).replay = replay = Replay()
+    replay._states[1, threads + 1] = _State(unfit="it draws")
+    replay._states[2, threads] = _State(unfit="it counts")
+
+    runner.step(ids(1), filled(runner, 6))
+
+    assert replay.unfit == {2: "it counts"}
 
 
 @pytest.mark.parametrize("kind", ["looks", "counts", "draws", "picks"])
