@@ -5,14 +5,14 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from meshllm.api import connection
+from meshllm.api import connection, respond
 from meshllm.api.access.accounts import Accounts
 from meshllm.api.app import owner_application
 from meshllm.api.generation.service import Service
 from meshllm.node import event_loop
 from tests.builders.fake_node import FakeNode
 
-BUSY_S = 8.0  # s by which a timer may be late on a busy machine, where no process was stopped
+LONGER = 100  # times as long as a deadline is: longer than a test takes on a busy machine
 
 
 @pytest.fixture
@@ -33,9 +33,14 @@ def service(door: FakeNode, accounts: Accounts) -> Service:
 
 @pytest.fixture
 async def advance(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Advance the clock of the event loop by seconds: the timers until then fire, in order."""
+    """Advance the clock of the event loop by seconds: the timers until then fire, in order.
+
+    Deadlines of clients are so long that none passes by itself.
+    """
     for module in (connection, event_loop):
-        monkeypatch.setattr(module, "LATE_S", BUSY_S)
+        monkeypatch.setattr(module, "LATE_S", LONGER * 8.0)
+    for module, name in ((connection, "HEADERS_S"), (connection, "STALL_S"), (respond, "BODY_S")):
+        monkeypatch.setattr(module, name, getattr(module, name) * LONGER)
     loop = asyncio.get_running_loop()
     real, seconds = loop.time, list[float]()
     monkeypatch.setattr(loop, "time", lambda: real() + sum(seconds))

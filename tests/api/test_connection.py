@@ -11,6 +11,7 @@ from meshllm.api import connection
 from meshllm.api.app import owner_application
 from meshllm.api.connection import PublicProtocol, SocketProtocol
 from tests.builders.fake_node import FakeNode
+from tests.builders.waiting import timers_fired
 
 
 class Wire(asyncio.Transport):
@@ -80,9 +81,9 @@ async def test_a_client_has_its_time_again_after_this_process_was_stopped(
 ) -> None:
     protocol.pause_writing()
     advance(3 * connection.STALL_S)
-    await asyncio.sleep(0.01)  # the timer fires
+    await timers_fired()
     advance(connection.STALL_S / 2)
-    await asyncio.sleep(0.01)
+    await timers_fired()
     assert not wire_of(protocol).aborted.is_set()
 
     advance(connection.STALL_S / 2)
@@ -95,7 +96,7 @@ async def test_a_client_has_its_time_again_a_few_times_only(
     protocol.pause_writing()
     for _ in range(connection.RENEWALS):
         advance(3 * connection.STALL_S)
-        await asyncio.sleep(0.01)  # the timer fires
+        await timers_fired()
         assert not wire_of(protocol).aborted.is_set()
 
     advance(3 * connection.STALL_S)
@@ -108,10 +109,10 @@ async def test_a_client_that_reads_after_a_stop_of_this_process_is_kept(
 ) -> None:
     protocol.pause_writing()
     advance(3 * connection.STALL_S)
-    await asyncio.sleep(0.01)
+    await timers_fired()
     protocol.resume_writing()
     advance(connection.STALL_S)
-    await asyncio.sleep(0.01)
+    await timers_fired()
 
     assert not wire_of(protocol).aborted.is_set()
 
@@ -124,7 +125,7 @@ async def test_a_client_that_has_read_is_kept(
     protocol.resume_writing()
     protocol.pause_writing()
     protocol.connection_lost(None)
-    await asyncio.sleep(0.01)  # the timers are stopped
+    await timers_fired()
 
     assert not wire_of(protocol).aborted.is_set()
 
@@ -153,4 +154,4 @@ async def test_the_next_headers_have_their_time_once_the_last_response_is_read(
 async def advanced(advance: Callable[[float], None], seconds: float) -> None:
     """Advance the clock, until the timers have fired."""
     advance(seconds)
-    await asyncio.sleep(0.01)
+    await timers_fired()

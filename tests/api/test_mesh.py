@@ -32,6 +32,7 @@ from meshllm.status import (
 )
 from tests.builders.fake_node import CHANGE, FakeNode
 from tests.builders.fake_ring import answer_of
+from tests.builders.waiting import timers_fired
 
 ASKED = Request(raw="hi", sampling=Sampling(temperature=0.1), stop=("end",))
 
@@ -115,7 +116,7 @@ async def test_a_body_that_never_arrives_times_out(
 
     async def drip() -> AsyncIterator[bytes]:
         yield b"{"
-        await asyncio.sleep(60)
+        await asyncio.Event().wait()
 
     said = await client.post("/mesh/ask", content=drip())
 
@@ -130,7 +131,7 @@ async def test_a_body_has_its_time_again_after_this_process_was_stopped(
     async def drip() -> AsyncIterator[bytes]:
         yield whole[:9]
         advance(3 * respond.BODY_S)
-        await asyncio.sleep(0.01)  # the timer fires
+        await timers_fired()
         yield whole[9:]
 
     said = await client.post("/mesh/ask", content=drip())

@@ -16,6 +16,7 @@ from meshllm.api.owner import owner_views
 from meshllm.api.serve import serve
 from meshllm.errors import Busy, ContextTooLong, LinkLost, MeshError
 from tests.builders.fake_node import FakeNode
+from tests.builders.waiting import until
 
 TURNS = [{"role": "user", "content": "hi"}]
 BODIES: dict[str, dict[str, Any]] = {
@@ -140,14 +141,12 @@ async def test_pipelined_requests_keep_their_own_ids(tmp_path: Path) -> None:
     path = tmp_path / "state" / "s"
     serving = asyncio.ensure_future(serve(FakeNode(), path))
     try:
-        async with asyncio.timeout(30):
-            while not path.exists():  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-            reader, writer = await asyncio.open_unix_connection(path)
-            asks = [f"GET /v1/none HTTP/1.1\r\nhost: a\r\nx-request-id: {i}\r\n" for i in "ab"]
-            writer.write(f"{asks[0]}\r\n{asks[1]}connection: close\r\n\r\n".encode())
-            said = (await reader.read(-1)).decode()
-            writer.close()
+        await until(path.exists)
+        reader, writer = await asyncio.open_unix_connection(path)
+        asks = [f"GET /v1/none HTTP/1.1\r\nhost: a\r\nx-request-id: {i}\r\n" for i in "ab"]
+        writer.write(f"{asks[0]}\r\n{asks[1]}connection: close\r\n\r\n".encode())
+        said = (await reader.read(-1)).decode()
+        writer.close()
     finally:
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)

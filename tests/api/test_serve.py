@@ -21,6 +21,7 @@ from meshllm.errors import UserError
 from meshllm.request import Piece
 from meshllm.status import Change, from_json, to_json
 from tests.builders.fake_node import CHANGE, FakeNode
+from tests.builders.waiting import until
 
 pytestmark = pytest.mark.socket
 
@@ -33,8 +34,7 @@ STREAM = (CHAT[0], CHAT[1] | {"stream": True})
 async def serving(door: FakeNode, path: Path) -> AsyncIterator[asyncio.Task[None]]:
     """Serve a node, and check that it stops."""
     task = asyncio.ensure_future(serve(door, path))
-    while not is_answered(path):  # noqa: ASYNC110  # waits for the file
-        await asyncio.sleep(0.01)
+    await until(lambda: is_answered(path))
     try:
         yield task
     finally:

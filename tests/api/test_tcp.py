@@ -22,6 +22,7 @@ from meshllm.request import Piece
 from tests.builders.certificates import certificate
 from tests.builders.fake_node import FakeNode
 from tests.builders.fake_ring import answer_of
+from tests.builders.waiting import timers_fired, until
 
 pytestmark = pytest.mark.socket
 
@@ -40,8 +41,7 @@ async def serving(
     with open_door(options, accounts) as door:
         task = asyncio.ensure_future(door.serve(node))
         try:
-            async with asyncio.timeout(60):
-                yield door
+            yield door
         finally:
             task.cancel()
             with suppress(asyncio.CancelledError):
@@ -68,7 +68,7 @@ async def size_of(reader: asyncio.StreamReader) -> int:
 
 
 async def test_it_answers_on_loopback_without_a_key(door: FakeNode, accounts: Accounts) -> None:
-    async with serving(accounts, door) as open_one, httpx2.AsyncClient() as client:
+    async with serving(accounts, door) as open_one, httpx2.AsyncClient(timeout=None) as client:
         said = await client.post(f"{open_one.url}{CHAT}", json=BODY)
 
     assert said.json()["choices"][0]["message"]["content"] == "hello"
@@ -147,7 +147,7 @@ async def test_tls_is_served(door: FakeNode, accounts: Accounts, tmp_path: Path)
     context = ssl.create_default_context(cafile=str(cert))
     async with (
         serving(accounts, door, options) as open_one,
-        httpx2.AsyncClient(verify=context) as client,
+        httpx2.AsyncClient(verify=context, timeout=None) as client,
     ):
         url = open_one.url
         said = await client.get(f"{url}/models")
@@ -308,8 +308,24 @@ async def test_a_connection_without_headers_is_closed(
             writer.close()
 
 
+@pytest.fixture
+async def arrived(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[bytes]:
+    """What the server has read."""
+    arrived, receive = asyncio.Queue[bytes](), PublicProtocol.data_received
+
+    def note(protocol: PublicProtocol, data: bytes) -> None:
+        receive(protocol, data)
+        arrived.put_nowait(data)
+
+    monkeypatch.setattr(PublicProtocol, "data_received", note)
+    return arrived
+
+
 async def test_a_rest_of_headers_after_a_response_counts_too(
-    door: FakeNode, accounts: Accounts, advance: Callable[[float], None]
+    door: FakeNode,
+    accounts: Accounts,
+    advance: Callable[[float], None],
+    arrived: asyncio.Queue[bytes],
 ) -> None:
     async with serving(accounts, door) as open_one:
         reader, writer = await connect(open_one)
@@ -319,7 +335,8 @@ async def test_a_rest_of_headers_after_a_response_counts_too(
         assert length
         await reader.readexactly(int(length[1]))
         writer.write(b"/v1")  # it ends uvicorn's own, shorter deadline
-        await asyncio.sleep(0.01)
+        while not (await arrived.get()).endswith(b"/v1"):
+            pass
 
         advance(connection.HEADERS_S)
 
@@ -329,14 +346,17 @@ async def test_a_rest_of_headers_after_a_response_counts_too(
 
 
 async def test_headers_have_their_time_again_after_this_process_was_stopped(
-    door: FakeNode, accounts: Accounts, advance: Callable[[float], None]
+    door: FakeNode,
+    accounts: Accounts,
+    advance: Callable[[float], None],
+    arrived: asyncio.Queue[bytes],
 ) -> None:
     async with serving(accounts, door) as open_one:
         reader, writer = await connect(open_one)
         writer.write(b"GET /v1/models HTTP/1.1\r\n")
-        await asyncio.sleep(0.01)
+        await arrived.get()
         advance(1.5 * connection.HEADERS_S)
-        await asyncio.sleep(0.01)  # the timer fires
+        await timers_fired()
         writer.write(b"host: localhost\r\n\r\n")
 
         assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
@@ -385,8 +405,29 @@ async def test_a_client_that_does_not_read_is_dropped(
 
 
 async def test_a_client_that_reads_steadily_has_as_long_as_it_takes(
-    door: FakeNode, accounts: Accounts, advance: Callable[[float], None]
+    door: FakeNode,
+    accounts: Accounts,
+    monkeypatch: pytest.MonkeyPatch,
+    advance: Callable[[float], None],
 ) -> None:
+    is_paused = has_read = False
+    pause, resume = PublicProtocol.pause_writing, PublicProtocol.resume_writing
+
+    def paused(protocol: PublicProtocol) -> None:
+        nonlocal is_paused
+        is_paused = True
+        pause(protocol)
+
+    def resumed(protocol: PublicProtocol) -> None:
+        nonlocal is_paused, has_read
+        is_paused, has_read = False, True
+        resume(protocol)
+
+    def has_written() -> bool:
+        return has_read or not is_paused
+
+    monkeypatch.setattr(PublicProtocol, "pause_writing", paused)
+    monkeypatch.setattr(PublicProtocol, "resume_writing", resumed)
     door.said = Piece("x" * LONG), answer_of("x" * LONG, 1)
     body = json.dumps(BODY)
     head = f"POST /v1{CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
@@ -395,7 +436,8 @@ async def test_a_client_that_reads_steadily_has_as_long_as_it_takes(
         writer.write(f"{head}connection: close\r\n\r\n{body}".encode())
         for _ in range(4):
             await reader.readexactly(LONG // 5)
-            await asyncio.sleep(0.01)  # the next piece is sent
+            await until(has_written)  # the next piece is sent
+            has_read = False
             advance(connection.STALL_S * 0.3)
         received = LONG // 5 * 4 + await size_of(reader)
         writer.close()
@@ -409,7 +451,7 @@ async def test_many_idle_connections_make_room(
     monkeypatch.setattr(connection, "MAX_OPEN", 3)
     async with serving(accounts, door) as open_one:
         idle = [await connect(open_one) for _ in range(3)]
-        async with httpx2.AsyncClient() as client:
+        async with httpx2.AsyncClient(timeout=None) as client:
             said = await client.get(f"{open_one.url}/models")
 
         assert said.status_code == 200
@@ -428,7 +470,7 @@ async def test_connections_that_are_accepted_at_once_make_room_for_others(
         idle = [socket.create_connection(place) for _ in range(12)]  # the event loop waits
         ends = [await asyncio.open_connection(sock=each) for each in idle[:9]]
         assert all([await closed(reader) for reader, _ in ends])
-        async with httpx2.AsyncClient() as client:
+        async with httpx2.AsyncClient(timeout=None) as client:
             said = await client.get(f"{open_one.url}/models")
 
         assert said.status_code == 200

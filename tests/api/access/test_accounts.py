@@ -310,7 +310,7 @@ def test_a_thread_that_nobody_waits_for_finds_the_file_open_or_closed(tmp_path: 
             reader = Thread(target=read, args=(accounts, begun))
             reader.start()
             assert begun.wait(60)
-        reader.join(20)
+        reader.join(60)
         assert not reader.is_alive()
 
     assert ends == [sqlite3.ProgrammingError] * 20

@@ -113,7 +113,7 @@ async def test_a_refusal_has_its_code_and_tells_no_secret(
     headers = {**({"authorization": f"Bearer {key}"} if key else {}), **dict(case.headers)}
     door.waits_at = 1
     async for it in opened(door, accounts, needs_key=case.needs_key):
-        async with asyncio.timeout(60), httpx2.AsyncClient() as client:
+        async with asyncio.timeout(60), httpx2.AsyncClient(timeout=None) as client:
             chat = f"{it.url}/chat/completions"
             first = None
             if case.key == "busy":
@@ -147,7 +147,7 @@ async def test_an_answer_that_fails_tells_no_secret(
         *({**each, "canary": keys["right"]} for each in BODIES.values()),
     ]
     async for it in opened(door, accounts, needs_key=True):
-        async with httpx2.AsyncClient() as client:
+        async with httpx2.AsyncClient(timeout=None) as client:
             refused = [
                 (await client.post(f"{it.url}{path}", json=body, headers=headers)).status_code
                 for path, body in zip([*BODIES] * 2, bodies, strict=True)

@@ -1,4 +1,6 @@
+import asyncio
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from threading import get_ident
 from typing import Any
@@ -114,31 +116,37 @@ async def test_every_route_reads_a_long_body_off_the_loop(
 
 @pytest.mark.parametrize("path", [*PATHS, "/v1/messages/count_tokens"])
 async def test_a_deadline_ends_the_answer_of_every_route(
-    client: httpx2.AsyncClient, door: FakeNode, path: str
+    client: httpx2.AsyncClient, door: FakeNode, advance: Callable[[float], None], path: str
 ) -> None:
     door.waits_at = 0
     body = PATHS.get(path, {"messages": MESSAGES})
-    asked = {"model": "builtin", **body, "meshllm": {"deadline_ms": 50}}
+    asked = {"model": "builtin", **body, "meshllm": {"deadline_ms": 3_600_000}}
 
-    said = await client.post(path, json=asked)
+    asking = asyncio.ensure_future(client.post(path, json=asked))
+    await door.begun.wait()
+    advance(3600)
+    said = await asking
 
     assert said.status_code == 503
-    assert "not complete within 0.05 s" in said.json()["error"]["message"]
+    assert "not complete within 3600 s" in said.json()["error"]["message"]
     assert door.closed.is_set()
 
 
 @pytest.mark.parametrize("path", [*PATHS, "/v1/messages/count_tokens"])
 async def test_an_answer_of_every_route_begins_in_time_or_is_refused(
-    client: httpx2.AsyncClient, door: FakeNode, path: str
+    client: httpx2.AsyncClient, door: FakeNode, advance: Callable[[float], None], path: str
 ) -> None:
     door.waits_at = 1  # behind the progress of the prompt
     body = PATHS.get(path, {"messages": MESSAGES})
-    asked = {"model": "builtin", **body, "meshllm": {"first_token_ms": 50}}
+    asked = {"model": "builtin", **body, "meshllm": {"first_token_ms": 3_600_000}}
 
-    said = await client.post(path, json=asked)
+    asking = asyncio.ensure_future(client.post(path, json=asked))
+    await door.begun.wait()
+    advance(3600)
+    said = await asking
 
     assert (said.status_code, said.headers["retry-after"]) == (503, "2")
-    assert "did not begin within 0.05 s; retry later" in said.json()["error"]["message"]
+    assert "did not begin within 3600 s; retry later" in said.json()["error"]["message"]
     assert door.closed.is_set()
 
 

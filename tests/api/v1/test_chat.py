@@ -24,6 +24,7 @@ from meshllm.request import (
 from tests.builders.fake_node import FOX, FakeNode
 from tests.builders.fake_ring import answer_of
 from tests.builders.tool_calls import CALL, CHAT_TOOL, ONE_CALL
+from tests.builders.waiting import timers_fired
 from tests.builders.writer import Writer
 
 PATH = "/v1/chat/completions"
@@ -682,20 +683,26 @@ async def test_a_model_of_a_provider_is_asked_for_by_name(
 
 
 async def test_an_answer_before_its_deadline_is_whole(client: httpx2.AsyncClient) -> None:
-    said = await client.post(PATH, json=BODY | {"meshllm": {"deadline_ms": 60_000}})
+    said = await client.post(PATH, json=BODY | {"meshllm": {"deadline_ms": 3_600_000}})
 
     assert said.json()["choices"][0]["message"]["content"] == "hello"
 
 
 async def test_an_answer_that_has_begun_in_time_may_take_longer(
-    client: httpx2.AsyncClient, door: FakeNode
+    client: httpx2.AsyncClient, door: FakeNode, advance: Callable[[float], None]
 ) -> None:
     door.waits_at = 2  # behind the first text
-    needs = {"first_token_ms": 60_000, "deadline_ms": 100}
+    needs = {"first_token_ms": 1_800_000, "deadline_ms": 3_600_000}
 
-    said = await client.post(PATH, json=BODY | {"meshllm": needs})
+    asking = asyncio.ensure_future(client.post(PATH, json=BODY | {"meshllm": needs}))
+    await door.begun.wait()
+    advance(1800)
+    await timers_fired()
+    assert not asking.done()
+    advance(1800)
+    said = await asking
 
-    assert "not complete within 0.1 s" in said.json()["error"]["message"]
+    assert "not complete within 3600 s" in said.json()["error"]["message"]
     assert door.closed.is_set()
 
 
@@ -711,12 +718,16 @@ async def test_a_model_of_a_provider_is_not_outlined(
 
 
 async def test_an_answer_behind_its_deadline_is_an_error(
-    client: httpx2.AsyncClient, door: FakeNode
+    client: httpx2.AsyncClient, door: FakeNode, advance: Callable[[float], None]
 ) -> None:
     door.waits_at = 2
 
-    said = await client.post(PATH, json=BODY | {"meshllm": {"deadline_ms": 50}})
+    fields = BODY | {"meshllm": {"deadline_ms": 3_600_000}}
+    asking = asyncio.ensure_future(client.post(PATH, json=fields))
+    await door.begun.wait()
+    advance(3600)
+    said = await asking
 
     assert said.status_code == 503
-    assert "not complete within 0.05 s" in said.json()["error"]["message"]
+    assert "not complete within 3600 s" in said.json()["error"]["message"]
     assert door.closed.is_set()

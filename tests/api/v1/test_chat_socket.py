@@ -5,12 +5,14 @@ import json
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from threading import get_ident
 from typing import Any
 
 import pytest
-from websockets.asyncio.client import ClientConnection, connect
+from websockets.asyncio import client
+from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from meshllm import strict_json
@@ -26,10 +28,13 @@ from meshllm.node.requests.request_json import REQUEST_BYTES
 from meshllm.request import Logprob, Piece, TokenLogprobs, ToolCallDelta
 from tests.builders.fake_node import FakeNode
 from tests.builders.fake_ring import answer_of
+from tests.builders.waiting import timers_fired
 
 pytestmark = pytest.mark.socket
 
 BODY = {"model": "builtin", "messages": [{"role": "user", "content": "Hi"}], "seed": 7}
+
+connect = partial(client.connect, open_timeout=None, ping_interval=None)
 
 
 @pytest.fixture
@@ -143,16 +148,25 @@ async def test_asks_follow_each_other_on_one_connection(
 async def test_an_ask_has_ended_when_its_end_is_told(
     socket: ClientConnection, accounts: Accounts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record, is_told = Accounts.record, threading.Event()
+    record, begun, go = Accounts.record, asyncio.Event(), threading.Event()
+    begin = partial(asyncio.get_running_loop().call_soon_threadsafe, begun.set)
 
     def slow(*arguments: Any) -> None:
-        assert not is_told.wait(0.05)
+        begin()
+        go.wait()
         record(*arguments)
 
     monkeypatch.setattr(Accounts, "record", slow)
     await ask(socket)
-    end = (await until_end(socket))[-1]
-    is_told.set()
+    telling = asyncio.ensure_future(until_end(socket))
+    try:
+        await begun.wait()
+        await (await socket.ping())  # what was sent before has been read
+        await timers_fired()
+        assert not telling.done()
+    finally:
+        go.set()
+    end = (await telling)[-1]
 
     assert end["type"] == "done"
     assert [used.requests for _, used in accounts.usage("model")] == [1]
@@ -487,16 +501,16 @@ async def test_an_idle_connection_ends(
     monkeypatch: pytest.MonkeyPatch,
     advance: Callable[[float], None],
 ) -> None:
-    monkeypatch.setattr(chat_socket, "IDLE_S", 10.0)  # before the first ping
+    monkeypatch.setattr(chat_socket, "IDLE_S", 3600.0)
     door.waits_at = 1
     async with serving(door, accounts) as address, connect(address) as socket:
         await ask(socket)
         await door.begun.wait()
-        advance(10)
+        advance(3600)
         asyncio.get_running_loop().call_later(0, door.go.set)
         assert (await until_end(socket))[-1]["type"] == "done"
 
-        advance(10)
+        advance(3600)
         await socket.wait_closed()
 
     assert socket.close_code == 1001
@@ -507,7 +521,7 @@ async def test_the_headers_of_the_upgrade_have_arrived(
 ) -> None:
     async with serving(door, accounts) as address, connect(address) as socket:
         advance(connection.HEADERS_S)
-        await asyncio.sleep(0.001)  # until its timers have fired
+        await timers_fired()
         await ask(socket)
 
         assert (await until_end(socket))[-1]["type"] == "done"

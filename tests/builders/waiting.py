@@ -1,0 +1,22 @@
+"""Waits of tests on a real event loop: for what happens, not for a time.
+
+Neither has a bound of its own: what never happens ends at the timeout of pytest.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+POLL_S = 0.001
+TURNS = 3  # of the event loop: what is ready, the timers that were due, and what they woke
+
+
+async def until(holds: Callable[[], object]) -> None:
+    """Return once a condition holds that nothing tells of."""
+    while not holds():  # noqa: ASYNC110  # another thread or process makes it hold
+        await asyncio.sleep(POLL_S)
+
+
+async def timers_fired() -> None:
+    """Return once what is ready has run, and the timers that are due now have fired."""
+    for _ in range(TURNS):
+        await asyncio.sleep(0)
