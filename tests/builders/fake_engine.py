@@ -19,6 +19,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from tests.builders.waiting import until
+
 
 @dataclass
 class FakeEngine:
@@ -75,7 +77,7 @@ class FakeEngine:
                 if word == "hold":
                     await self.go.wait()
                 if word == "wait":
-                    await asyncio.sleep(60)
+                    await asyncio.Event().wait()
                 yield _event({"choices": [{"delta": {"content": f"{word} "}}]})
             yield _event({"choices": [{"delta": {}, "finish_reason": "stop"}]})
             usage = {"prompt_tokens": 3, "completion_tokens": len(text.split())}
@@ -91,8 +93,7 @@ async def serving(engine: FakeEngine) -> AsyncIterator[str]:
     server = uvicorn.Server(config)
     config.load()
     running = asyncio.ensure_future(server.serve())
-    while not server.started:  # noqa: ASYNC110  # uvicorn has no event for it
-        await asyncio.sleep(0.01)
+    await until(lambda: server.started)  # uvicorn has no event for it
     [port] = {each.getsockname()[1] for each in server.servers[0].sockets}
     try:
         yield f"http://127.0.0.1:{port}/v1"

@@ -32,6 +32,7 @@ from meshllm.protocol.agreement.groups import REFUSES, NodeGroups, groups_in, gr
 from meshllm.request import Answer, Request
 from meshllm.status import RingState, ServedRing
 from tests.builders.own_cache import own_cache
+from tests.builders.waiting import until as condition
 from tests.node.test_node import PATIENCE_S, Mesh, report_of, until
 
 PROMPT = Request(raw="A ring is", max_tokens=8)
@@ -324,12 +325,13 @@ async def test_a_share_that_cannot_be_served_leaves_the_other_ring_of_its_model(
 
     monkeypatch.setattr(Preparation, "offer", offer)
     monkeypatch.setattr(further_rings, "FIRST_RETRY_S", 2 * PATIENCE_S)
+    calls = count_calls(monkeypatch, "_ended", "_change")
     a, b, _ = await three_nodes_of_two_rings(mesh, random)
 
     async with asyncio.timeout(PATIENCE_S):
         await failed.wait()
     await until(lambda: not a.service.further.rings, a)
-    await asyncio.sleep(3 * plan_follower.SETTLE_S)  # in which it would begin again
+    await condition(lambda: "_change" in calls[calls.index("_ended") :])  # else it begins again
     assert not a.service.further.rings
     assert [each.obstacle for each in b.machine.states[a.me].further] == [REFUSES]
     assert groups_in(b.machine.states[a.me]) == (a.machine.states[a.me].group,)
@@ -414,21 +416,23 @@ async def test_a_first_ring_that_ends_interrupts_no_answer_of_a_further_one(
         assert await ask(a, model=third) == text
 
 
-def count_calls(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
-    """Note each call of a method of the further rings of a node."""
-    calls, method = list[str](), getattr(FurtherRings, name)
+def count_calls(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[str]:
+    """Note each call of methods of the further rings of a node."""
+    calls = list[str]()
 
-    def noted(*arguments: Any) -> None:
-        calls.append(name)
-        method(*arguments)
+    def noting(name: str, method: Callable[..., None]) -> Callable[..., None]:
+        def noted(*arguments: Any) -> None:
+            calls.append(name)
+            method(*arguments)
 
-    monkeypatch.setattr(FurtherRings, name, noted)
+        return noted
+
+    for name in names:
+        monkeypatch.setattr(FurtherRings, name, noting(name, getattr(FurtherRings, name)))
     return calls
 
 
 async def called(calls: list[str], more: int) -> None:
     """Wait for so many further calls."""
     most = len(calls) + more
-    async with asyncio.timeout(PATIENCE_S):
-        while len(calls) < most:  # noqa: ASYNC110  # by a timer of the node
-            await asyncio.sleep(0.05)
+    await condition(lambda: len(calls) >= most)  # by a timer of the node

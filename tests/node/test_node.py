@@ -58,6 +58,8 @@ from meshllm_loopback import LoopbackTransport
 from tests.builders.disk_threads import note_threads
 from tests.builders.fake_engine import FakeEngine, serving
 from tests.builders.node_options import node_options
+from tests.builders.waiting import timers_fired
+from tests.builders.waiting import until as condition
 
 QUESTION = Request(turns=({"role": "user", "content": "What is a ring?"},))
 PATIENCE_S = 120.0
@@ -612,7 +614,7 @@ async def test_no_timer_of_a_node_fires_after_its_end(mesh: Mesh) -> None:
     a.life.call_later(0.0, fired.append, "after")
 
     await mesh.kill("a")
-    await asyncio.sleep(0.01)
+    await timers_fired()
 
     assert fired == ["before"]
 
@@ -650,9 +652,7 @@ async def test_a_change_of_address_is_published(mesh: Mesh) -> None:
             "loopback:elsewhere" in a.machine.profiles[b.me].addresses
         )
 
-    async with asyncio.timeout(PATIENCE_S):
-        while not heard():  # noqa: ASYNC110 -- a change of address does not change the ring
-            await asyncio.sleep(0.05)
+    await condition(heard)  # a change of address does not change the ring
     assert "loopback:elsewhere" in report_of(b).listening
 
 
@@ -812,9 +812,7 @@ async def test_a_ticket_of_another_process_is_known_by_the_next_query_of_its_gue
 
     assert made.psk not in a._guests()
 
-    async with asyncio.timeout(PATIENCE_S):
-        while made.psk not in a._guests():  # noqa: ASYNC110  # as a guest repeats its query
-            await asyncio.sleep(0.01)
+    await condition(lambda: made.psk in a._guests())  # as a guest repeats its query
 
 
 async def test_a_ticket_of_another_process_admits_at_once(mesh: Mesh) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from meshllm.node.supervisor import Supervisor, contained
+from tests.builders.waiting import timers_fired
 
 Told = dict[str, Any]
 
@@ -27,7 +28,7 @@ def schedule_more() -> None:
 
 
 async def settle() -> None:
-    await asyncio.sleep(0.01)
+    await timers_fired()
     gc.collect()
     await asyncio.sleep(0)
 
@@ -44,7 +45,7 @@ async def told() -> list[Told]:
     "begin",
     [
         lambda: asyncio.get_running_loop().call_soon(fail),
-        lambda: asyncio.get_running_loop().call_later(0.001, fail),
+        lambda: asyncio.get_running_loop().call_later(0.0, fail),
         lambda: asyncio.get_running_loop().call_soon(schedule_more),
         forget_a_task,
     ],

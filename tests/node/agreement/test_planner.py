@@ -20,6 +20,7 @@ from meshllm.protocol.trust.identity import NodeKey
 from meshllm.testing.clock import run_virtual
 from tests.builders.sharing import served_model, shared_mesh
 from tests.builders.snapshots import World, profile
+from tests.builders.waiting import until
 
 A, B = (NodeKey(bytes([n]) * 32).node for n in range(2))
 
@@ -273,9 +274,7 @@ async def test_planning_and_advice_run_off_the_event_loop() -> None:
         planner = Planner(lambda: case.view, case.agreed, asyncio.to_thread)
         task = asyncio.ensure_future(planner.run())
         planner.invalidate()
-        async with asyncio.timeout(60):
-            while not planner.advice:  # noqa: ASYNC110  # it sets no event
-                await asyncio.sleep(0.01)
+        await until(lambda: planner.advice)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 

@@ -13,7 +13,9 @@ from meshllm.model.pauses import pause
 from meshllm.names import SessionId
 from meshllm.node.compute.batcher import Batcher, attempt, map_valid
 from meshllm.node.compute.worker import Worker, compute_thread
+from tests.builders.waiting import until
 
+LONGEST_S = 120.0  # s that the compute thread waits for a test
 ONE, TWO, THREE = (SessionId(name) for name in (b"one", b"two", b"three"))
 
 
@@ -67,7 +69,7 @@ def _settling(future: asyncio.Future[int]) -> Any:
 def busy(worker: Worker) -> Event:
     """Keep the compute thread busy until the event is set."""
     gate = Event()
-    worker.start(gate.wait, 10)
+    worker.start(gate.wait, LONGEST_S)
     return gate
 
 
@@ -116,9 +118,7 @@ async def order_of(*jobs: tuple[str, SessionId]) -> list[str]:
 
 async def _counted(ran: list[str], jobs: int) -> None:
     """Wait until as many jobs have run."""
-    async with asyncio.timeout(60):
-        while "+".join(ran).count("+") + 1 < jobs or not ran:  # noqa: ASYNC110  # another thread
-            await asyncio.sleep(0.001)
+    await until(lambda: ran and "+".join(ran).count("+") + 1 >= jobs)
 
 
 def _ignore(_: object) -> None:
@@ -162,7 +162,7 @@ async def test_steps_and_chunks_take_turns() -> None:
 def _wait(ran: list[str], name: str, gates: list[Event], number: int) -> None:
     """Run a chunk that lasts until the next step waits."""
     if number + 1 < len(gates):
-        assert gates[number + 1].wait(10)
+        assert gates[number + 1].wait(LONGEST_S)
     ran.append(name)
 
 
@@ -175,7 +175,7 @@ async def test_the_step_that_follows_a_chunk_joins_the_next_batch() -> None:
         begin = partial(asyncio.get_running_loop().call_soon_threadsafe, begun.set)
         batcher.submit_alone(
             ONE,
-            lambda: (begin(), gate.wait(10)),
+            lambda: (begin(), gate.wait(LONGEST_S)),
             lambda _: batcher.submit(ONE, 1, lambda _: None),
         )
         await begun.wait()
@@ -293,7 +293,7 @@ async def test_a_callback_that_raises_ends_the_task_group_and_all_reports() -> N
             tracer.batcher.submit(ONE, 1, heard.append, fail)
             tracer.batcher.submit(ONE, 2, heard.append, fail)
             gate.set()
-            await asyncio.sleep(10)
+            await asyncio.Event().wait()
 
     with pytest.raises(ExceptionGroup) as caught:
         await work()
@@ -306,7 +306,7 @@ async def test_a_change_that_raises_ends_the_task_group() -> None:
     async def work() -> None:
         async with recording() as (_, tracer):
             tracer.batcher.submit_brief(ONE, lambda: 1 // 0)
-            await asyncio.sleep(10)
+            await asyncio.Event().wait()
 
     with pytest.raises(ExceptionGroup) as caught:
         await work()
@@ -319,7 +319,7 @@ async def test_a_closed_batcher_reports_nothing_and_runs_nothing() -> None:
     async with recording() as (worker, tracer):
         gate = busy(worker)
         tracer.batcher.submit(ONE, 1, heard.append, heard.append)
-        asyncio.get_running_loop().call_later(0.05, gate.set)
+        asyncio.get_running_loop().call_soon(gate.set)
     await asyncio.sleep(0)
     tracer.batcher.submit(ONE, 2, heard.append, heard.append)
 
@@ -375,9 +375,7 @@ async def test_a_function_runs_by_itself() -> None:
         tracer.batcher.submit_alone(TWO, lambda: order.append("second"), told.append)
         tracer.batcher.submit_alone(TWO, lambda: 1 // 0, told.append)
         gate.set()
-        async with asyncio.timeout(60):
-            while len(told) < 2:  # noqa: ASYNC110  # another thread
-                await asyncio.sleep(0.001)
+        await until(lambda: len(told) >= 2)
     tracer.batcher.submit_alone(TWO, lambda: order.append("late"))
 
     assert order == ["first", "second"]

@@ -26,6 +26,7 @@ from meshllm.node.ring.local_ring import RingOptions, open_local_ring
 from meshllm.request import Sampling
 from meshllm.testing.clock import run_virtual
 from meshllm.testing.models import tiny_model
+from tests.builders.waiting import timers_fired
 
 QUIET_S = 0.05
 
@@ -110,13 +111,13 @@ async def test_a_step_counts_that_is_running_when_the_warm_up_is_cancelled(
     class Slow(FakeRunner):
         def warm_up_steps(self) -> Iterator[None]:
             begun.set()
-            go_on.wait(10)
+            go_on.wait()
             yield
 
     async with begin(Slow(1)) as (whole, worker):
         monkeypatch.setattr(worker.allowance, "spend", lambda core_s, _: spent.append(core_s))
         task = asyncio.create_task(whole.run())
-        await asyncio.to_thread(begun.wait, 10)
+        await asyncio.to_thread(begun.wait)
         task.cancel()
         await asyncio.wait([task])
         go_on.set()
@@ -131,12 +132,13 @@ async def test_no_step_runs_while_another_job_does() -> None:
     async with begin(runner) as (whole, worker):
         held = worker.start(gate.wait)
         task = asyncio.create_task(whole.run())
-        await asyncio.sleep(4 * QUIET_S)
-        assert runner.done == 0
+        await timers_fired()
+        after = worker.start(lambda: runner.done)  # the warm-up waits already
         gate.set()
         await task
 
     assert held.result()
+    assert after.result() == 0
     assert runner.done == 3
 
 

@@ -33,6 +33,7 @@ from meshllm.node.net.beacon import (
 from meshllm.protocol.trust.credential import Credential, Removals, Role, found, issue, remove
 from meshllm.protocol.trust.identity import NodeKey
 from meshllm.testing.clock import run_virtual
+from tests.builders.waiting import until
 
 MESH = MeshId(b"m" * 16)
 GUEST = b"g" * 32
@@ -360,7 +361,12 @@ async def test_interfaces_that_appear_or_change_later_are_used_too(
     caplog.set_level("INFO", "meshllm")
     hosts: list[str] = []
     opened: list[socket.socket] = []
-    is_open = asyncio.Event()
+    is_open, looks = asyncio.Event(), 0
+
+    def own_hosts() -> frozenset[str]:
+        nonlocal looks
+        looks += 1
+        return frozenset(hosts)
 
     def sockets() -> Iterator[tuple[str, socket.socket, list[socket.socket]]]:
         if hosts == ["starting"]:
@@ -378,7 +384,7 @@ async def test_interfaces_that_appear_or_change_later_are_used_too(
     for name, value in {
         "PORT": inbox.getsockname()[1],
         "FIRST_S": 0.01,
-        "own_hosts": lambda: frozenset(hosts),
+        "own_hosts": own_hosts,
         "_sockets": sockets,
     }.items():
         monkeypatch.setattr(module, name, value)
@@ -388,13 +394,12 @@ async def test_interfaces_that_appear_or_change_later_are_used_too(
         async with open_beacon(GuestBeacons(MESH, ME), ME, lambda *_: None) as beacon:
             beacon.addresses = AT
             running = asyncio.ensure_future(beacon.run(0.01))
-            await asyncio.sleep(0.05)
+            await until(lambda: looks > 2)  # it runs without an interface
             for change in (["starting"], ["10.0.0.8"]):
                 hosts[:] = change
                 is_open.clear()
-                async with asyncio.timeout(10):
-                    await is_open.wait()
-                    heard.append(CODE.read(await loop.sock_recv(inbox, MAX_BEACON_BYTES)))
+                await is_open.wait()
+                heard.append(CODE.read(await loop.sock_recv(inbox, MAX_BEACON_BYTES)))
         running.cancel()
         await asyncio.wait([running])
 

@@ -19,6 +19,7 @@ from meshllm.node.net.peer_address import (
     permitted,
     target,
 )
+from tests.builders.waiting import until
 
 THREADS = ThreadPoolExecutor(1)
 ONE, OTHER = NodeId(b"1" * 32), NodeId(b"2" * 32)
@@ -115,17 +116,34 @@ async def test_an_unknown_name_is_an_error(names: dict[str, list[str]]) -> None:
 
 
 async def test_a_slow_name_server_holds_up_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = threading.Event()
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [answers.wait(9)])
-    monkeypatch.setattr(peer_address, "LOOK_UP_S", 0.1)
+    asked, answers = threading.Event(), threading.Event()
+
+    def ask(*_: Any, **__: Any) -> list[object]:
+        asked.set()
+        answers.wait()
+        return []
+
+    monkeypatch.setattr(socket, "getaddrinfo", ask)
+    monkeypatch.setattr(peer_address, "LOOK_UP_S", 3600.0)
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
 
     slow = asyncio.create_task(resolve("ws://slow:80", Local.NO))
-    await asyncio.sleep(0.05)
+    await until(asked.is_set)
+    await asyncio.to_thread(int)  # it has the thread of others
+    is_done = slow.done()
+    answers.set()
 
-    assert await asyncio.to_thread(slow.done) is False
+    assert not is_done
+    assert await slow == []
+
+
+async def test_a_look_up_that_takes_too_long_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [answers.wait()])
+    monkeypatch.setattr(peer_address, "LOOK_UP_S", 0.0)
+
     with pytest.raises(TimeoutError):
-        await slow
+        await resolve("ws://slow:80", Local.NO)
     answers.set()
 
 

@@ -1,6 +1,5 @@
 """An engine over HTTP: answers, errors and cancellation."""
 
-import asyncio
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -21,6 +20,7 @@ from meshllm.node.provider import EngineClient, engine
 from meshllm.protocol.membership.records import ModelOffer
 from meshllm.request import Answer, Event, FinishReason, Piece, Request
 from tests.builders.fake_engine import FakeEngine, serving
+from tests.builders.waiting import until
 
 pytestmark = pytest.mark.socket
 
@@ -148,9 +148,7 @@ async def test_closing_an_answer_disconnects(fake: FakeEngine, url: str) -> None
     async with aclosing(EngineClient(url).generate(asking("so wait"))) as events:
         await anext(events)
 
-    async with asyncio.timeout(60):
-        while not fake.closed:  # noqa: ASYNC110  # the server notices it a little later
-            await asyncio.sleep(0.01)
+    await until(lambda: fake.closed)  # the server notices it a little later
 
 
 async def test_named_models_are_offered_with_what_is_known_of_them(url: str) -> None:

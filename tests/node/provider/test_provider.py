@@ -18,6 +18,7 @@ from meshllm.protocol.membership.records import ModelOffer
 from meshllm.request import Request
 from meshllm.testing.clock import run_virtual
 from tests.builders.fake_engine import FakeEngine, serving
+from tests.builders.waiting import until
 
 pytestmark = pytest.mark.socket
 
@@ -229,12 +230,9 @@ async def test_an_engine_that_is_killed_leaves_no_child(tmp_path: Path) -> None:
     engine = EngineProcess(["sh", "-c", '"$0" -c "$1"; true', sys.executable, child])
     watched = Provider(EngineClient(engine.url), engine)
     running = asyncio.ensure_future(watched.run(lambda: None))
-    async with asyncio.timeout(60):
-        while not note.exists() or not note.read_text().strip():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        watched.kill()
-        while _runs(int(note.read_text())):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: _told(note))
+    watched.kill()
+    await until(lambda: not _runs(_told(note)))
     running.cancel()
     await asyncio.wait([running])
 
@@ -286,9 +284,7 @@ async def test_a_command_that_cannot_be_run_is_tried_again(
 ) -> None:
     running = asyncio.ensure_future(EngineProcess(["/nonexistent/engine"]).run())
     try:
-        async with asyncio.timeout(60):
-            while caplog.text.count("No such file") < 2:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: caplog.text.count("No such file") >= 2)
     finally:
         running.cancel()
         await asyncio.wait([running])
@@ -335,16 +331,12 @@ async def test_no_child_of_an_engine_outlives_it(
     told = tmp_path / "pid"
     engine = _with_stubborn_child(told, "" if has_crashed else "wait")
     running = asyncio.ensure_future(engine.run())
-    async with asyncio.timeout(60):
-        while not told.exists() or not told.read_text().strip():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        pid = int(told.read_text())
-        if not has_crashed:
-            running.cancel()
-            await asyncio.wait([running])
-            assert not _runs(pid)
-        while _runs(pid):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: _told(told))
+    if not has_crashed:
+        running.cancel()
+        await asyncio.wait([running])
+        assert not _runs(_told(told))
+    await until(lambda: not _runs(_told(told)))
     running.cancel()
     await asyncio.wait([running])
 
@@ -357,14 +349,12 @@ async def test_a_child_that_outlives_its_engine_is_killed(
     told, ended = tmp_path / "pid", asyncio.Event()
     engine = _with_stubborn_child(told)
     running = asyncio.ensure_future(engine.run(ended.set))
-    async with asyncio.timeout(60):
-        await ended.wait()
-        assert engine.pid is None
-        engine.kill()
-        while _runs(int(told.read_text())):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        running.cancel()
-        await asyncio.wait([running])
+    await ended.wait()
+    assert engine.pid is None
+    engine.kill()
+    await until(lambda: not _runs(_told(told)))
+    running.cancel()
+    await asyncio.wait([running])
 
 
 async def test_the_first_process_of_a_container_takes_in_orphans(
@@ -391,18 +381,15 @@ async def test_an_engine_ends_with_its_provider(tmp_path: Path) -> None:
         "import asyncio, sys; from meshllm.node.provider import EngineProcess;"
         " asyncio.run(EngineProcess(sys.argv[1:]).run())"
     )
-    engine = f"import os, time; print(os.getpid(), file=open({str(tmp_path / 'pid')!r}, 'w')); "
-    engine += "time.sleep(600)"
+    note = tmp_path / "pid"
+    engine = f"import os, time; print(os.getpid(), file=open({str(note)!r}, 'w')); time.sleep(600)"
     parent = await asyncio.create_subprocess_exec(
         sys.executable, "-c", program, sys.executable, "-c", engine
     )
-    async with asyncio.timeout(60):
-        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().strip():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        parent.kill()
-        await parent.wait()
-        while _runs(int((tmp_path / "pid").read_text())):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: _told(note))
+    parent.kill()
+    await parent.wait()
+    await until(lambda: not _runs(_told(note)))
 
 
 def _with_stubborn_child(told: Path, last: str = "") -> EngineProcess:
@@ -411,6 +398,11 @@ def _with_stubborn_child(told: Path, last: str = "") -> EngineProcess:
     child += " print(os.getpid(), file=open(sys.argv[1], 'w')); time.sleep(600)"
     command = f'{sys.executable} -c "$0" "$1" & while [ ! -s "$1" ]; do sleep 0.01; done; {last}'
     return EngineProcess(["sh", "-c", command, child, str(told)])
+
+
+def _told(note: Path) -> int:
+    """Return the process id that a process wrote; 0 until then."""
+    return int(note.read_text() or 0) if note.exists() else 0
 
 
 def _runs(pid: int) -> bool:
