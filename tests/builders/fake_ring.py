@@ -6,12 +6,14 @@ import sys
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from meshllm.cli.app import app
 from meshllm.config import Settings
 from meshllm.errors import MeshError, ModelError
 from meshllm.names import Span
 from meshllm.request import Answer, Event, FinishReason, HopReport, Piece, Prefilled, Request
+from tests.builders.waiting import until
 
 
 @dataclass
@@ -19,8 +21,8 @@ class FakeRing:
     """Echoes the last message, word by word."""
 
     error: MeshError | None = None
-    slow_s: float = 0.0
-    """Seconds until it has formed."""
+    waits_for: Path | None = None
+    """A file without which it does not form."""
     requests: list[Request] = field(default_factory=list)
     settings: Settings | None = None
     is_open: bool = False
@@ -33,7 +35,8 @@ class FakeRing:
             raise ModelError("There is no model `missing`")
         if self.error:
             raise self.error
-        await asyncio.sleep(self.slow_s)
+        if self.waits_for:
+            await until(self.waits_for.exists)
         self.is_open = True
         try:
             yield self
@@ -82,7 +85,8 @@ def answer_of(text: str, count: int) -> Answer:
 
 def main() -> None:
     """Run the command line with the fake ring; print its final state to stderr."""
-    ring = FakeRing(slow_s=float(os.environ.get("SLOW_S", "0")))
+    file = os.environ.get("WAITS_FOR")
+    ring = FakeRing(waits_for=Path(file) if file else None)
     try:
         app(obj=ring)
     finally:

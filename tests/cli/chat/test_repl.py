@@ -357,16 +357,19 @@ def test_history_can_be_turned_off(home: Path) -> None:
     assert not (home / "state").exists()
 
 
-def test_the_prompt_appears_before_the_ring_forms() -> None:
-    with Terminal(SLOW_S="1") as terminal:
+def test_the_prompt_appears_before_the_ring_forms(tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    with Terminal(WAITS_FOR=str(go)) as terminal:
         terminal.wait_for(PROMPT)
         terminal.press("early\r")
 
-        assert "loading builtin" in terminal.wait_for("You said: early\r\n")
+        terminal.wait_for("loading builtin")
+        go.touch()
+        terminal.wait_for("You said: early\r\n")
 
 
-def test_exit_does_not_wait_for_the_ring() -> None:
-    with Terminal(SLOW_S="60") as terminal:
+def test_exit_does_not_wait_for_the_ring(tmp_path: Path) -> None:
+    with Terminal(WAITS_FOR=str(tmp_path / "never")) as terminal:
         terminal.wait_for(PROMPT)
         terminal.press("\x04")
 

@@ -9,11 +9,13 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import pytest
 
 from meshllm.cli.commands import relay
+from meshllm.cli.shared.events import Notice
 from meshllm.names import show
 from meshllm.protocol.trust.identity import NodeKey
 from meshllm_quic.net.address import RELAY_PORT
@@ -57,7 +59,7 @@ class FakeRelay:
         if self.error is not None:
             raise self.error
         self.is_open = True
-        asyncio.get_running_loop().call_later(0.01, self.last)
+        asyncio.get_running_loop().call_soon(self.last)
         yield self
         self.is_open = False
 
@@ -225,14 +227,19 @@ def test_a_listen_error_has_a_hint(
 def test_forwarded_bytes_are_logged_periodically(
     meshllm: Invoke, fake: FakeRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relay, "REPORT_S", 0.001)
-    done = fake.statistics
+    monkeypatch.setattr(relay, "REPORT_S", 0.0)
+    done, summarise, summaries = fake.statistics, relay._summary, count()
 
     def work() -> None:
         done.registered, done.forwarded_bytes = 1, 3 << 20
         done.refused[Refusal.RATE] += 1
-        asyncio.get_running_loop().call_later(0.05, os.kill, os.getpid(), signal.SIGINT)
 
+    def summary(statistics: Statistics) -> Notice:
+        if next(summaries) == 3:  # at first, and after each interval
+            os.kill(os.getpid(), signal.SIGINT)
+        return summarise(statistics)
+
+    monkeypatch.setattr(relay, "_summary", summary)
     fake.last = work
 
     lines = meshllm("relay").stderr.splitlines()

@@ -36,6 +36,7 @@ from meshllm.status import MeshStatus, ModelStatus, NodeState
 from meshllm.testing.clock import run_virtual
 from tests.builders.fake_node import FOX
 from tests.builders.status import status_of, waiting, with_node
+from tests.builders.waiting import timers_fired
 from tests.cli.conftest import Invoke
 
 TICKET = Ticket(NodeId(bytes(32)), (), Role.NODE, 0, bytes(16)).encode()
@@ -63,7 +64,7 @@ class FakeNode:
         self.options = options
         self.stopped = asyncio.get_running_loop().create_future()
         self.opening()
-        await asyncio.sleep(0.01)
+        await timers_fired()  # a signal is handled, too
         self.is_open = True
         yield self
         self.is_open = False

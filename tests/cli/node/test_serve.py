@@ -23,6 +23,7 @@ from meshllm.protocol.trust.credential import Role
 from meshllm.protocol.trust.ticket import Ticket
 from meshllm.traces.trace import read_trace
 from tests.builders.fake_node import FakeNode
+from tests.builders.waiting import until
 from tests.cli.conftest import Invoke
 
 pytestmark = pytest.mark.socket
@@ -32,8 +33,7 @@ pytestmark = pytest.mark.socket
 async def running(node: FakeNode, path: Path) -> AsyncIterator[None]:
     """Serve a node on the socket of a state folder."""
     task = asyncio.ensure_future(serve(node, path))
-    while not is_answered(path):  # noqa: ASYNC110  # polls for the socket
-        await asyncio.sleep(0.01)
+    await until(lambda: is_answered(path))
     try:
         yield
     finally:
@@ -63,7 +63,7 @@ async def test_the_running_node_is_served(tmp_path: Path) -> None:
     node, state = FakeNode(), tmp_path / "state"
     async with running(node, state / "door.sock"), command("--state", str(state)) as (it, lines):
         url, variables, curl = lines
-        async with httpx2.AsyncClient() as client:
+        async with httpx2.AsyncClient(timeout=None) as client:
             words = curl.partition(" -d ")[2].strip("'")
             said = await client.post(f"{url}/chat/completions", json=json.loads(words))
         it.send_signal(signal.SIGINT)
@@ -96,7 +96,7 @@ async def test_its_requests_are_recorded_on_request(tmp_path: Path) -> None:
     state, trace = tmp_path / "state", tmp_path / "trace.jsonl"
     words = ("--state", str(state), "--trace", str(trace))
     async with running(FakeNode(), state / "door.sock"), command(*words) as (it, lines):
-        async with httpx2.AsyncClient() as client:
+        async with httpx2.AsyncClient(timeout=None) as client:
             body = {"model": "builtin", "prompt": "a secret"}
             await client.post(f"{lines[0]}/completions", json=body)
         it.send_signal(signal.SIGINT)
@@ -112,7 +112,7 @@ async def test_the_door_outlives_its_node(tmp_path: Path) -> None:
     async with running(FakeNode(), socket):
         opening = command("--state", str(state))
         _, lines = await opening.__aenter__()
-    async with httpx2.AsyncClient() as client:
+    async with httpx2.AsyncClient(timeout=None) as client:
         gone = await client.get(f"{lines[0]}/models")
         async with running(FakeNode(), socket):
             back = await client.get(f"{lines[0]}/models")

@@ -19,6 +19,7 @@ from meshllm.request import Event, Piece, Prefilled, Request
 from meshllm.status import PlanTerms
 from tests.builders.fake_node import CHANGE, FakeNode
 from tests.builders.fake_ring import answer_of
+from tests.builders.waiting import until
 
 pytestmark = pytest.mark.socket
 
@@ -38,8 +39,7 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 async def client(node: FakeNode, path: Path) -> AsyncIterator[NodeClient]:
     task = asyncio.ensure_future(serve(node, path))
-    while not is_answered(path):  # noqa: ASYNC110  # polls for the socket
-        await asyncio.sleep(0.01)
+    await until(lambda: is_answered(path))
     yield NodeClient(path)
     task.cancel()
     with suppress(asyncio.CancelledError):
@@ -181,8 +181,7 @@ async def test_the_hint_knows_the_folder_of_the_settings(
 async def test_a_node_that_stops_in_the_middle_is_a_lost_link(node: FakeNode, path: Path) -> None:
     node.waits_at = 2
     task = asyncio.ensure_future(serve(node, path))
-    while not is_answered(path):  # noqa: ASYNC110  # polls for the socket
-        await asyncio.sleep(0.01)
+    await until(lambda: is_answered(path))
     asking = asyncio.ensure_future(_events(NodeClient(path)))
     await node.begun.wait()
 
