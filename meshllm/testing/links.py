@@ -11,6 +11,7 @@ from meshllm.transport.contract import MAX_MESSAGE_BYTES, Channel, ImmediateSend
 CONTROL, DATA = Channel
 CHUNK_BYTES = 64 * 1024
 MANY = 300
+PARTS = 10  # of a time to wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,7 @@ class Terms:
     unread_bytes: int = MAX_MESSAGE_BYTES
     """Backpressure must block a sender before this much is unread."""
     settle_s: float = 0.1
-    """A send that takes longer counts as blocked."""
+    """A send that takes longer counts as blocked, however long this process was not running."""
     deadline_s: float = 30.0
     """Timeout of a check: a message or a wake-up was lost."""
 
@@ -138,7 +139,7 @@ async def _a_slow_reader_blocks_the_sender(a: Link, b: Link, terms: Terms) -> No
 async def _control_overtakes_waiting_data(a: Link, b: Link, terms: Terms) -> None:
     async with _full(a, terms) as (count, _waiting):
         await a.send([b"now"], CONTROL)
-        await asyncio.sleep(terms.settle_s)
+        await _settled(terms)
         before = 0
         while (await read(b))[0] is DATA:
             before += 1
@@ -150,7 +151,7 @@ async def _a_cancelled_send_is_whole_or_absent(a: Link, b: Link, terms: Terms) -
         group.create_task(a.send([_chunk(count + 1)]))
         await asyncio.sleep(0)
         waiting.cancel()
-        await asyncio.wait([waiting], timeout=terms.settle_s)  # it may have to finish the message
+        await _settled(terms, waiting)  # it may have to finish the message
         got: list[bytes] = []
         while _chunk(count + 1) not in got[-1:]:
             got.append((await read(b))[1])
@@ -178,7 +179,7 @@ async def _the_other_side_drains_before_it_is_lost(a: Link, b: Link, terms: Term
     for number in range(20):
         await a.send([numbered(number)], Channel(number % 2))
     closing = asyncio.create_task(a.close())
-    await asyncio.wait([closing], timeout=terms.settle_s)  # it may wait for the peer
+    await _settled(terms, closing)  # it may wait for the peer
     got = [(await read(b))[1] for _ in range(20)]
     await closing
     await a.close()
@@ -245,7 +246,7 @@ async def _full(link: Link, terms: Terms) -> AsyncIterator[tuple[int, asyncio.Ta
     """Send unread DATA until a send blocks; yield how many did not, and the blocked send."""
     for count in range(terms.unread_bytes // CHUNK_BYTES):
         waiting = asyncio.create_task(link.send([_chunk(count)]))
-        await asyncio.wait([waiting], timeout=terms.settle_s)
+        await _settled(terms, waiting)
         if not waiting.done():
             break
         await waiting
@@ -256,6 +257,15 @@ async def _full(link: Link, terms: Terms) -> AsyncIterator[tuple[int, asyncio.Ta
     finally:
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
+
+
+async def _settled(terms: Terms, task: asyncio.Task[None] | None = None) -> None:
+    """Wait for `settle_s` or a task, in parts: while this process is stopped, only one ends."""
+    for _ in range(PARTS):
+        if task is None:
+            await asyncio.sleep(terms.settle_s / PARTS)
+        elif (await asyncio.wait([task], timeout=terms.settle_s / PARTS))[0]:
+            return
 
 
 async def read(link: Link) -> tuple[Channel, bytes]:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 
 from meshllm.errors import LinkLost, UserError
-from meshllm.testing.clock import run_virtual
+from meshllm.testing.clock import VirtualLoop, run_virtual
 from meshllm.testing.transports import Terms, check_transport
 from meshllm.transport.contract import (
     Buffer,
@@ -299,6 +299,20 @@ def verdict(make: Callable[[], LoopbackTransport]) -> str:
 
 def test_a_sound_transport_passes() -> None:
     run_virtual(check_transport(lambda: Wrapped(Sound)))
+
+
+class StopsThisProcess(Sound):
+    async def send(self, message: Sequence[Buffer], channel: Channel = Channel.DATA) -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        loop.suspend(2 * TERMS.settle_s)
+        for _ in range(3):  # timers fire before it is sent
+            await asyncio.sleep(0)
+        await super().send(message, channel)
+
+
+def test_a_send_is_not_blocked_because_this_process_was_stopped() -> None:
+    run_virtual(check_transport(lambda: Wrapped(StopsThisProcess), replace(TERMS, deadline_s=1e6)))
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ async def drain(link: Link) -> None:
 
 async def test_a_plugin_for_a_byte_stream_is_short_and_keeps_the_contract() -> None:
     assert len((Path(__file__).parent / "unix.py").read_text("utf-8").splitlines()) < 80
-    await check_transport(UnixTransport, Terms())
+    await check_transport(UnixTransport, Terms(deadline_s=120.0))
 
 
 async def test_heads_and_bodies_may_arrive_byte_by_byte(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from meshllm.transport.lanes import BACK, CREDIT, FIRST, NEXT, PIECE_BYTES
 from meshllm_websocket import WebsocketTransport, listener
 from meshllm_websocket.frames import MAX_CONTROL, MAX_FRAME_BYTES
 from meshllm_websocket.listener import LIMITS, forwarded_for
+from tests.builders.waiting import timers_fired
 
 pytestmark = pytest.mark.socket
 
@@ -202,8 +203,8 @@ async def test_nothing_is_read_before_the_link_is_accepted() -> None:
     async with listening() as place, connected(place) as (reader, writer):
         writer.write(REQUEST)
         await reader.readuntil(b"\r\n\r\n")
-        writer.write(whole(CREDIT // 2))
-        await asyncio.sleep(0.05)
+        writer.write(whole(CREDIT // 2))  # the kernel has the beginning of it when this returns
+        await timers_fired()
 
         link = await anext(aiter(place.links()))
         assert isinstance(link, LanedLink)
@@ -228,7 +229,6 @@ async def test_half_open_connections_of_a_host_make_room_for_another() -> None:
     async with listening() as place:
         waiting = [connected(place) for _ in range(LIMITS.host)]
         opened = [await one.__aenter__() for one in waiting]
-        await asyncio.sleep(0.02)
         async with stranger(place):
             assert await all_of(opened[0][0]) == b""
             assert not opened[1][0].at_eof()
@@ -259,11 +259,12 @@ async def test_clients_of_a_proxy_do_not_take_the_places_of_each_other() -> None
         for link in links:
             assert isinstance(link, Guarded)
             link.limit_unread(1000)
-        await asyncio.sleep(0.02)
+        await proxied(place, stack, ["2001:db8::1"])  # an end before it would have been read
+        later = await anext(aiter(place.links()))
 
         assert [link.peer_host for link in links if isinstance(link, Located)] == clients
         assert not any(reader.at_eof() for reader, _ in opened)
-        await asyncio.gather(*(link.close() for link in links))
+        await asyncio.gather(*(link.close() for link in (*links, later)))
 
 
 async def test_one_client_of_a_proxy_takes_places_of_its_own() -> None:

@@ -27,6 +27,7 @@ from meshllm.transport.registry import Registry
 from meshllm_websocket import WebsocketTransport, address, connection, dialer
 from meshllm_websocket.transport import PORTS
 from tests.builders.certificates import certificate
+from tests.builders.waiting import timers_fired, until
 
 pytestmark = pytest.mark.socket
 
@@ -119,7 +120,7 @@ async def proxy(
 
 
 async def test_websocket_implements_the_contract() -> None:
-    await check_transport(Local, Terms(settle_s=0.05))
+    await check_transport(Local, Terms(settle_s=0.05, deadline_s=120.0))
 
 
 async def test_a_message_is_sent_within_the_call_that_offers_it() -> None:
@@ -142,20 +143,24 @@ def test_it_is_found_by_its_entry_point() -> None:
 async def test_a_slow_reader_bounds_the_memory_of_both_sides() -> None:
     async with linked() as (one, other):
         sender = asyncio.create_task(flood(one))
-        await asyncio.wait([sender], timeout=0.3)
+        await until(lambda: held(other) > CREDIT - 2 * CHUNK_BYTES)  # there is no room for more
+        await timers_fired()
 
         assert not sender.done()
         assert one.statistics.bytes_sent <= CREDIT
         assert sum(map(held, (one, other))) <= CREDIT
         for _ in range(200):
             await other.receive()
-        assert CREDIT < one.statistics.bytes_sent <= 200 * 64 * 1024 + CREDIT
+        assert CREDIT < one.statistics.bytes_sent <= 200 * CHUNK_BYTES + CREDIT
         sender.cancel()
+
+
+CHUNK_BYTES = 64 * 1024
 
 
 async def flood(link: LanedLink) -> None:
     while True:
-        await link.send([bytes(64 * 1024)])
+        await link.send([bytes(CHUNK_BYTES)])
 
 
 def held(link: LanedLink) -> int:
@@ -191,7 +196,7 @@ async def test_close_does_not_wait_for_a_silent_peer(monkeypatch: pytest.MonkeyP
         assert isinstance(other._wire, connection.WebsocketConnection)
         other._wire.socket.pause_reading()
         sending = asyncio.create_task(flood(one))
-        await asyncio.sleep(0.05)
+        await until(lambda: one.unsent)
 
         await one.close()
         assert isinstance(one._wire, connection.WebsocketConnection)
@@ -217,7 +222,7 @@ async def test_a_peer_that_reads_little_by_little_delays_the_end_only_for_a_whil
 
         await one.close()
         try:
-            async with asyncio.timeout(5.0):
+            async with asyncio.timeout(120.0):
                 await asyncio.shield(one._wire._closed)
         finally:
             other._wire.socket.resume_reading()

@@ -183,6 +183,20 @@ async def test_after_a_stop_a_refusal_is_checked_again(*, is_there: bool) -> Non
 
 
 @virtual
+async def test_forged_refusals_end_no_link_whose_peer_answers() -> None:
+    async with street() as here:
+        one, other = await here.meet()
+        connection = one._wire
+        assert isinstance(connection, Connection)
+        for _ in range(10 * REFUSED_ROUNDS):
+            connection.refused(asyncio.get_running_loop().time())
+            await asyncio.sleep(REFUSED_S / 2)
+
+        await echo(one, other)
+        await asyncio.gather(one.close(), other.close())
+
+
+@virtual
 async def test_a_refusal_and_silence_for_some_round_trips_end_a_link() -> None:
     async with street() as here:
         one, _other = await here.meet()

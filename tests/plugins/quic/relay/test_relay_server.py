@@ -34,6 +34,7 @@ from meshllm_quic.wire.packets import (
     UnknownTag,
     decode,
 )
+from tests.builders.waiting import until
 
 pytestmark = pytest.mark.socket
 
@@ -109,7 +110,8 @@ def stream(server: RelayServer, path: str = "/relay", **headers: str) -> connect
     return connect(
         f"ws://{HOST}:{server.udp.port}{path}",
         compression=None,
-        close_timeout=1,
+        open_timeout=None,
+        close_timeout=60,
         additional_headers={name.replace("_", "-"): value for name, value in headers.items()},
     )
 
@@ -125,8 +127,7 @@ async def get(server: RelayServer, path: str) -> tuple[str, str]:
 
 
 async def until_streams(server: RelayServer, count: int) -> None:
-    while f"meshllm_relay_streams {count}\n" not in server.metrics:  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
+    await until(lambda: f"meshllm_relay_streams {count}\n" in server.metrics)
 
 
 async def test_both_ports_report_the_observed_address() -> None:
@@ -335,8 +336,7 @@ async def test_a_stream_takes_the_place_of_one_of_a_crowded_network() -> None:
 async def test_silent_connections_count_too() -> None:
     async with relaying(ConnectionLimiter(most_of_host=1)) as server:
         _, writer = await asyncio.open_connection(HOST, server.udp.port)
-        while not server.limiter._hosts:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+        await until(lambda: server.limiter._hosts)
 
         with pytest.raises((InvalidHandshake, OSError)):
             await stream(server)

@@ -26,6 +26,7 @@ from meshllm_quic.relay.relay_stream import (
     backoff_s,
     stream_uri,
 )
+from tests.builders.waiting import until
 
 pytestmark = pytest.mark.socket
 
@@ -199,8 +200,7 @@ async def test_a_stream_waits_for_the_relay_to_start() -> None:
         pass
 
     async with running(stream_uri(HOST, port)) as ours:
-        while ours.stream.last_error is None:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+        await until(lambda: ours.stream.last_error)
         assert not ours.stream.is_open
         assert ours.stream.last_error == "connection refused"
         async with serving(port=port):
@@ -240,8 +240,7 @@ async def test_a_missing_proxy_library_is_reported(
     monkeypatch.setenv("socks_proxy", "socks5h://127.0.0.1:9")
 
     async with running("ws://relay.invalid:1/relay") as ours:
-        while ours.stream.last_error is None:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+        await until(lambda: ours.stream.last_error)
 
         assert not ours.stream.is_open
 
@@ -335,9 +334,9 @@ async def test_an_untrusted_certificate_is_an_error(tmp_path: Path) -> None:
     async with await asyncio.start_server(lambda *_: None, HOST, 0, ssl=context) as door:
         uri = stream_uri(HOST, door.sockets[0].getsockname()[1], is_secure=True)
         async with running(uri) as ours:
-            while ours.stream.last_error is None:  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
+            await until(lambda: ours.stream.last_error)
 
+            assert ours.stream.last_error is not None
             assert "certificate" in ours.stream.last_error
             assert not ours.stream.is_open
 
