@@ -1,4 +1,4 @@
-"""No two classes share a name, and a room takes of another only what that one exports.
+"""No two classes share a name, a room takes of another only its exports, and tests do not sleep.
 
 A room is a package. Its ``__all__`` lists the modules that other rooms may import. No room imports
 a private module or name of another.
@@ -312,6 +312,92 @@ def strays(folder: Path) -> Iterator[str]:
 
 def test_every_folder_of_tests_mirrors_a_package() -> None:
     assert [*strays(ROOT / "tests")] == []
+
+
+SLEEPS = {
+    "builders/fake_ring.py": "paces an answer without end, until it is cancelled",
+    "builders/waiting.py": "polls what tells of no change, without a bound",
+    "node/requests/test_peer_requests.py": "in virtual time: `World.run` runs its helper",
+    "node/test_event_loop.py": "stops a process for some time, and longer if that was too short",
+    "plugins/quic/stranger.py": "in virtual time: on the clock of its network",
+    "processes/fleet.py": "polls processes, for two minutes",
+    "processes/fork_server.py": "polls a process, as long as its caller likes",
+}
+"""The modules that sleep in real time, and why; other tests wait for events, or in virtual time."""
+
+BY_HAND = {"bench", "clients", "engines", "security"}
+"""Folders of which the gate runs only the tests."""
+CLOCKS = "meshllm.testing.clock", "tests.simulation"
+
+
+def real_waits(tree: ast.Module) -> Iterator[str]:
+    """Yield the sleeps, and the deadlines under a minute, that are in real time.
+
+    pytest runs a test that is a coroutine on a real event loop, unless a decorator says otherwise;
+    one that is none chooses a clock for those in it. So do helpers of a module with such a clock.
+    """
+    has_clock = any(
+        isinstance(node, ast.ImportFrom) and (node.module or "").startswith(CLOCKS)
+        for node in tree.body
+    )
+    for top in tree.body:
+        name, decorators = getattr(top, "name", ""), getattr(top, "decorator_list", [])
+        is_test = name.startswith("test_")
+        is_real = isinstance(top, ast.AsyncFunctionDef) if is_test else not has_clock
+        is_real &= not any(ast.unparse(each).startswith("virtual") for each in decorators)
+        for node in ast.walk(top):
+            if isinstance(node, ast.Call) and node.args and is_wait(node, is_real=is_real):
+                yield f"{ast.unparse(node)} at {node.lineno}"
+
+
+def is_wait(call: ast.Call, *, is_real: bool) -> bool:
+    """Return whether a call waits for a time, on a real event loop or for real."""
+    match ast.unparse(call.func), call.args[-1]:
+        case (("asyncio.sleep" | "time.sleep"), ast.Constant(value=0)):
+            return False
+        case "time.sleep", _:
+            return True
+        case "asyncio.sleep", _:
+            return is_real
+        case (("asyncio.timeout" | "asyncio.wait_for"), ast.Constant(value=int(s) | float(s))):
+            return is_real and 0 < s < 60
+    return False
+
+
+def test_tests_wait_for_events_but_in_listed_modules() -> None:
+    folder = ROOT / "tests"
+    found = {
+        each.relative_to(folder).as_posix(): waits
+        for each in folder.rglob("*.py")
+        if each.relative_to(folder).parts[0] not in BY_HAND or each.name.startswith("test_")
+        if (waits := [*real_waits(ast.parse(each.read_text("utf-8")))])
+    }
+
+    assert {name: waits for name, waits in found.items() if name not in SLEEPS} == {}
+    assert found.keys() == SLEEPS.keys()
+
+
+WITH_A_CLOCK = "from meshllm.testing.clock import run_virtual\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "is_found"),
+    [
+        ("async def test_it():\n    await asyncio.sleep(0.1)", True),
+        ("async def test_it():\n    await asyncio.sleep(0)", False),
+        ("async def test_it():\n    async with asyncio.timeout(5):\n        pass", True),
+        ("async def test_it():\n    async with asyncio.timeout(60):\n        pass", False),
+        ("async def test_it():\n    await asyncio.wait_for(it(), 5)", True),
+        ("def test_it():\n    time.sleep(1)", True),
+        ("def test_it():\n    async def story():\n        await asyncio.sleep(1)", False),
+        ("@virtual\nasync def test_it():\n    await asyncio.sleep(1)", False),
+        ("async def helper():\n    await asyncio.sleep(1)", True),
+        (f"{WITH_A_CLOCK}async def helper():\n    await asyncio.sleep(1)", False),
+        (f"{WITH_A_CLOCK}async def test_it():\n    await asyncio.sleep(1)", True),
+    ],
+)  # fmt: skip
+def test_a_planted_wait_is_found(text: str, is_found: bool) -> None:
+    assert bool([*real_waits(ast.parse(text))]) is is_found
 
 
 def test_a_stray_test_is_found(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-STALL_S = 2.0  # s of real time to wait for a callback of a thread unknown to the loop
+STALL_S = 60.0  # s of real time to wait for a callback of a thread unknown to the loop
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:

@@ -9,6 +9,7 @@ import pytest
 
 from meshllm.bench.fleet import Site, open_fleet
 from meshllm.errors import MeshError
+from tests.builders.waiting import until
 
 PROGRAM = """
 import asyncio, sys
@@ -34,13 +35,10 @@ async def test_nodes_end_with_their_benchmark(tmp_path: Path) -> None:
         env=os.environ | {"TMPDIR": str(tmp_path)},
     )
 
-    async with asyncio.timeout(60):
-        while not note.exists() or not note.read_text().strip():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        benchmark.kill()
-        await benchmark.wait()
-        while _runs(int(note.read_text())):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: note.exists() and note.read_text().strip())
+    benchmark.kill()
+    await benchmark.wait()
+    await until(lambda: not _runs(int(note.read_text())))
 
 
 async def test_a_node_that_ends_is_an_error_with_what_it_said(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,8 +20,10 @@ from meshllm.model.files.source import resolve
 from meshllm.model.text.grammar import Vocabulary
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
+from meshllm.node.session.stage import StageNode
 from meshllm.request import Event, Piece, Prefilled, Request, Sampling
 from tests.builders.fake_node import FakeNode
+from tests.builders.waiting import until
 
 Fields = dict[str, Any]
 
@@ -104,13 +107,16 @@ async def leave(app: ASGIApp, path: str, fields: Fields, reached: asyncio.Event)
     return sent
 
 
+def is_free(stage: StageNode) -> bool:
+    return not stage.sessions and not stage.budget.live_bytes
+
+
 async def freed(ring: LocalRing) -> None:
     """Check that no rank holds a session; the stages hear of its end over their links."""
     assert ring.entry.sessions == 0
     assert ring.entry.budget.live_bytes == 0
-    async with asyncio.timeout(60):
-        while any(stage.sessions or stage.budget.live_bytes for stage in ring.stages):  # noqa: ASYNC110  # it has no event
-            await asyncio.sleep(0.01)
+    for stage in ring.stages:
+        await until(partial(is_free, stage))
     assert len(ring.stages) == 2
 
 
@@ -185,9 +191,7 @@ async def test_while_it_waits_for_a_place(monkeypatch: pytest.MonkeyPatch, *, st
         async with aclosing(ring.tokens((5, 6, 7), Sampling(), LONG)) as first:
             await anext(first)
             leaving = asyncio.ensure_future(leave(app, CHAT, ASK | {"stream": stream}, reached))
-            async with asyncio.timeout(60):
-                while not ring.entry._queue._waiting:  # noqa: ASYNC110  # it has no event
-                    await asyncio.sleep(0.01)
+            await until(lambda: ring.entry._queue._waiting)
             reached.set()
 
             assert await leaving == []

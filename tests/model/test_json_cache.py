@@ -108,9 +108,11 @@ def test_two_processes_compute_a_value_once(tmp_path: Path) -> None:
         from pathlib import Path
         from meshllm.model.json_cache import locked, load_cached, store_cached
         folder = Path(sys.argv[1])
+        folder.with_name(sys.argv[2]).touch()
         with locked(folder, "key"):
             if (known := load_cached(folder, "key")) is None:
-                time.sleep(0.5)
+                while not all(folder.with_name(each).exists() for each in "ab"):
+                    time.sleep(0.01)
                 store_cached(folder, known := sys.argv[2], "key")
         print(known)
     """

@@ -10,6 +10,7 @@ import httpx2
 import pytest
 
 from meshllm.node.membership.state_store import StateStore
+from meshllm.protocol.trust.ticket import parse_ticket
 from tests.processes.fleet import (
     ALONE,
     WAIT_S,
@@ -83,7 +84,9 @@ def test_a_ticket_that_does_not_fit_is_refused(
     pair: Fleet, options: tuple[str, ...], code: int, words: str
 ) -> None:
     made = ticket(pair.node("guest"), *options)
-    time.sleep(1.1)
+    if "--expires" in options:
+        expires_s = parse_ticket(made).expires_s
+        until(lambda: time.time() > expires_s)
 
     done = meshllm("node", *ALONE, "--join", made, state=pair.folder / options[1])
 

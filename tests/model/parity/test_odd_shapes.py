@@ -90,7 +90,7 @@ def test_parts_in_two_processes_are_equal_bit_for_bit() -> None:
             logits = torch.frombuffer(bytearray(here.recv_bytes()), dtype=torch.float32)
             found.append(logits.view(1, ids.shape[1], -1))
         here.send_bytes(b"")
-        process.join(30)
+        process.join(120)
         expected = whole(source)
 
     assert process.exitcode == 0
