@@ -80,6 +80,7 @@ async def linked(
         await asyncio.gather(one.close(), other.close())
 
 
+@pytest.mark.timeout(600)  # it computes for ten seconds
 async def test_quic_implements_the_contract() -> None:
     await check_transport(Local, Terms(deadline_s=LONG_S))
 

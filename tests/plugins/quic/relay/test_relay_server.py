@@ -111,7 +111,7 @@ def stream(server: RelayServer, path: str = "/relay", **headers: str) -> connect
         f"ws://{HOST}:{server.udp.port}{path}",
         compression=None,
         open_timeout=None,
-        close_timeout=60,
+        close_timeout=1,
         additional_headers={name.replace("_", "-"): value for name, value in headers.items()},
     )
 
