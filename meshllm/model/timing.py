@@ -155,21 +155,28 @@ def _layer_seconds(
     source: Source, dtype: torch.dtype, quant: Quant, device: torch.device = CPU
 ) -> tuple[tuple[int, float], ...]:
     """Time a mean layer, with row-invariant steps of a few rows where the model allows them."""
-    what = source, dtype, quant, device
-    times = _stock_seconds(*what)
+    what, context = (source, dtype, quant, device), context_of(source.config) or max(ROWS)
+    all_rows = [rows for rows in ROWS if rows <= context]
+    steps = _step_seconds(*what, [rows for rows in all_rows if rows <= MOST_ROWS])
     reclaim()  # the weights: hooks and modules form cycles
-    few = [rows for rows in times if rows <= MOST_ROWS]
-    return tuple((times | _step_seconds(*what, few)).items())
+    chunks = _stock_seconds(*what, [rows for rows in all_rows if rows not in steps])
+    return tuple(sorted((steps | chunks).items()))
 
 
 def _stock_seconds(
-    source: Source, dtype: torch.dtype, quant: Quant, device: torch.device
+    source: Source,
+    dtype: torch.dtype,
+    quant: Quant,
+    device: torch.device,
+    counts: Sequence[int],
 ) -> dict[int, float]:
-    """Time the forward of the layer nearest to the mean size.
+    """Time the forward of the layer nearest to the mean size, with each of ``counts`` rows.
 
     What surrounds the layers, such as the attention mask, takes its time once for all of them: it
     counts with the share of one layer. On a GPU it is left out, with the copies.
     """
+    if not counts:  # a very short context
+        return {}
     skeleton = build(source.config, dtype)
     sizes = _sizes(skeleton)
     mean = sum(sizes) / len(sizes)
@@ -180,7 +187,6 @@ def _stock_seconds(
     shard = _random_shard(
         skeleton, part, packed=dtype == stored_dtype(source), quant=quant, device=device
     )
-    context = context_of(skeleton.model.config) or max(ROWS)
     runner = Runner(shard, (MOST_ROWS,) if device == CPU else (), run_untested)
 
     def seconds(rows: int) -> float:
@@ -191,13 +197,12 @@ def _stock_seconds(
         return stopwatch.seconds + (around_s / len(sizes) if device == CPU else 0.0)
 
     for rows in _WARMED:  # excludes what only the first call does, such as compiling a kernel
-        if rows <= context:
+        if rows in counts:
             seconds(rows)
-    scale = mean / sizes[index]
-    most = ROWS[-1]
-    times = [(rows, _typical(seconds, rows, device)) for rows in ROWS[:-1] if rows <= context]
-    if most <= context and times[-1][1] * most / times[-1][0] <= LONGEST_S:
-        times.append((most, _typical(seconds, most, device)))
+    scale, times = mean / sizes[index], list[tuple[int, float]]()
+    for rows in counts:
+        if rows < ROWS[-1] or times[-1][1] * rows / times[-1][0] <= LONGEST_S:
+            times.append((rows, _typical(seconds, rows, device)))
     return {rows: time * scale for rows, time in times}
 
 

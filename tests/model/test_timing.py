@@ -109,7 +109,7 @@ def test_compiling_a_kernel_is_not_timed(source: Source, monkeypatch: pytest.Mon
     monkeypatch.setattr(module, "_typical", typical)
 
     with torch.inference_mode():
-        module._stock_seconds(source, torch.float32, Quant.NONE, CPU)
+        module._stock_seconds(source, torch.float32, Quant.NONE, CPU, ROWS)
 
     assert timed == {1, 8, 32, 128}
 

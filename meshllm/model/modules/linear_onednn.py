@@ -69,20 +69,24 @@ def replace_linears(model: nn.Module, skip: Collection[str] = (), *, exact: bool
             continue
         pause()
         outputs, inputs = plain.weight.shape
-        kind = probe_outputs(outputs, inputs), inputs, plain.weight.dtype, plain.bias is not None
-        if (exact or not has_native(plain)) and _gains(*kind, torch.get_num_threads()):
+        kind = probe_outputs(outputs, inputs), inputs, plain.weight.dtype, torch.get_num_threads()
+        has_bias = plain.bias is not None
+        if (exact or not has_native(plain)) and _gains(*kind, has_bias=has_bias):
             model.set_submodule(name, PackedLinear(plain))
 
 
-def pack_alike(probe: nn.Linear, x: Tensor) -> PackedLinear | None:
-    """Return a packed copy if it multiplies rows [M, K] with the same bits; None without one."""
-    if probe.weight.dtype.itemsize != 2:  # another library multiplies float32, with other bits
-        return None
+@cache
+def keeps_bits(
+    outputs: int, inputs: int, dtype: torch.dtype, _threads: int, *, has_bias: bool = False
+) -> bool:
+    """Whether packed copies of this shape multiply with the same bits."""
+    if dtype.itemsize != 2:  # another library multiplies float32, with other bits
+        return False
+    probe, x = probe_matrix(nn.Linear(inputs, outputs, has_bias, device="meta", dtype=dtype))
     try:
-        packed = PackedLinear(probe)
-        return packed if same_bits(probe, packed, x) else None
+        return same_bits(probe, PackedLinear(probe), x)
     except (RuntimeError, AttributeError):  # this CPU, or this build of torch, has no kernel
-        return None
+        return False
 
 
 @torch.inference_mode()
@@ -104,12 +108,12 @@ def is_faster(one: Apply, other: Apply, x: Tensor) -> bool:
 
 
 @cache
-def _gains(outputs: int, inputs: int, dtype: torch.dtype, has_bias: bool, _threads: int) -> bool:
+def _gains(outputs: int, inputs: int, dtype: torch.dtype, threads: int, *, has_bias: bool) -> bool:
     """Whether packed copies of this shape give the same bits, faster."""
-    like = nn.Linear(inputs, outputs, has_bias, device="meta", dtype=dtype)
-    sample, x = probe_matrix(like)
-    packed = pack_alike(sample, x)
-    return packed is not None and is_faster(sample, packed, x[:1])
+    if not keeps_bits(outputs, inputs, dtype, threads, has_bias=has_bias):
+        return False
+    probe, x = probe_matrix(nn.Linear(inputs, outputs, has_bias, device="meta", dtype=dtype))
+    return is_faster(probe, PackedLinear(probe), x[:1])
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from meshllm.model.modules.linear_bf16 import CompiledLinear, has_native, to_native
-from meshllm.model.modules.linear_onednn import pack_alike
+from meshllm.model.modules.linear_onednn import PackedLinear, keeps_bits
 from meshllm.model.modules.probe import probe_matrix, probe_outputs
 
 FLOORS = (1, 2, 3)
@@ -104,11 +104,11 @@ def _shape(module: nn.Linear) -> tuple[int, int]:
 
 @cache
 def _min_rows(
-    outputs: int, inputs: int, dtype: torch.dtype, counts: Sequence[int], _threads: int
+    outputs: int, inputs: int, dtype: torch.dtype, counts: Sequence[int], threads: int
 ) -> int | None:
     """Return the smallest number of rows from which on all of ``counts`` agree."""
     plain, x = probe_matrix(nn.Linear(inputs, outputs, bias=False, device="meta", dtype=dtype))
-    linear = pack_alike(plain, x) or plain
+    linear = PackedLinear(plain) if keeps_bits(outputs, inputs, dtype, threads) else plain
     results = {rows: linear(x[None, :rows])[0] for rows in {*counts, *FLOORS}}
     return next((min_rows for min_rows in FLOORS if _agree(results, min_rows)), None)
 

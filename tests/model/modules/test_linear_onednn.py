@@ -19,10 +19,12 @@ from meshllm.testing.models import stock_model, tiny_model
 def _copies_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Disable the compiled modules, which take precedence, and remember no trial."""
     monkeypatch.setattr(module, "has_native", lambda _: False)
-    tried = module._gains
-    tried.cache_clear()
+    tried = module._gains, module.keeps_bits
+    for each in tried:
+        each.cache_clear()
     yield
-    tried.cache_clear()
+    for each in tried:
+        each.cache_clear()
 
 
 def linear(outputs: int = 512, inputs: int = 512, *, bias: bool = False) -> nn.Linear:
@@ -130,7 +132,7 @@ def test_a_module_with_a_hook_is_not_replaced() -> None:
 def test_small_float32_and_meta_matrices_are_not_replaced(
     other: nn.Linear, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_gains", lambda *_: True)
+    monkeypatch.setattr(module, "_gains", lambda *_, **__: True)
     model = nn.Sequential(other)
 
     replace_linears(model)

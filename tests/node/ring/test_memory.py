@@ -153,7 +153,7 @@ def test_copies_for_onednn_are_counted_beside_what_they_copy(
 ) -> None:
     monkeypatch.setattr(linear_onednn, "SMALLEST", 0)
     for name, value in (("has_native", False), ("_gains", True)):
-        monkeypatch.setattr(linear_onednn, name, lambda *_, value=value: value)
+        monkeypatch.setattr(linear_onednn, name, lambda *_, value=value, **__: value)
     source = tiny_model(tmp_path, "llama", dtype=torch.bfloat16)
     whole = Span(0, source.config.num_hidden_layers)
     loaded = [
