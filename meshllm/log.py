@@ -85,7 +85,7 @@ class _Handler(logging.StreamHandler):  # type: ignore[type-arg]  # not subscrip
             is_retry = text.startswith("Exception in callback") and "._start_serving(" in text
             if is_retry and record.exc_info and isinstance(record.exc_info[1], ValueError):
                 return False
-            if text == _CLOSED:  # by a peer, which whatever writes there is told, too
+            if text == _CLOSED:  # by a peer, which whatever writes there notices, too
                 return False
             if text.startswith("socket.accept() out of system resource"):
                 if record.created < self._silent_until:

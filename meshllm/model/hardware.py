@@ -32,10 +32,10 @@ def cpu_lines() -> tuple[str, ...]:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     except OSError:
         return ()
-    told = {line for line in lines if line.partition(":")[0].strip() in _CPU}
-    if not any(line.startswith(("flags", "Features")) for line in told):
+    described = {line for line in lines if line.partition(":")[0].strip() in _CPU}
+    if not any(line.startswith(("flags", "Features")) for line in described):
         return ()  # too little to tell CPUs apart
-    return tuple(sorted(told))
+    return tuple(sorted(described))
 
 
 def make_executable(memory: mmap.mmap) -> bool:

@@ -1,6 +1,6 @@
 """A client of a mesh: sends requests, holds neither weights nor a tokenizer.
 
-It is told no records of the mesh. Which models there are, it asks the node that it is linked to,
+It receives no records of the mesh. Which models there are, it asks the node that it is linked to,
 which also tells it a few other nodes: when the link is lost, it dials those and the inviter, and
 requests in progress go on at the one that answers, with the tokens so far. A request that only some
 nodes may read (`trust`) is sent to no others: it waits until one of them is linked.
@@ -102,7 +102,7 @@ class MeshClient:
         """Requests that wait until the ticket allows one more."""
         self._models: tuple[ModelStatus, ...] = ()
         self._asking = asyncio.Lock()
-        self._told = asyncio.Event()  # set by a list of models, and by the loss of a link
+        self._changed = asyncio.Event()  # set by a list of models, and by the loss of a link
         self._told_at = -MODELS_S
 
     @property
@@ -140,7 +140,7 @@ class MeshClient:
             self._places.release()
 
     async def models(self) -> Sequence[ModelStatus]:
-        """List the models of the mesh, as a node of it told within the last `MODELS_S`.
+        """List the models of the mesh, as a node of it listed them within the last `MODELS_S`.
 
         Raises:
             TimedOut: no node tells them within `ASK_S`.
@@ -158,9 +158,9 @@ class MeshClient:
                 while self._told_at < begin:
                     (entry,) = await self.entries()
                     node = entry.node
-                    self._told.clear()
+                    self._changed.clear()
                     self.links.post(node, AskModels())
-                    await self._told.wait()
+                    await self._changed.wait()
         except TimeoutError:
             silent = f"node {short(node)} does not list them" if node else self.reason()
             raise TimedOut(f"The models of the mesh are unknown: {silent}") from None
@@ -202,7 +202,7 @@ class MeshClient:
         )
 
     def _lasting(self) -> SavedRecords:
-        """Return the removals, and the nodes that were told."""
+        """Return the removals, and the nodes that were named."""
         records = SavedRecords.of(self.machine, lambda _: Local.NO)
         met = {at.node: at.addresses for at in self.machine.fallbacks}
         return replace(records, met=met, most=MAX_FALLBACKS)
@@ -238,11 +238,11 @@ class MeshClient:
         fallbacks = [
             fallback for fallback in self.machine.fallbacks if fallback.node != ticket.inviter
         ]
-        told = [
+        named = [
             (fallback.node, fallback.addresses, local_of(self._here, self.machine.teller, fallback))
             for fallback in fallbacks
         ]
-        return [*told[:1], (ticket.inviter, ticket.addresses, Local.YES), *told[1:]]
+        return [*named[:1], (ticket.inviter, ticket.addresses, Local.YES), *named[1:]]
 
     async def entries(
         self, model: str = "", trusted: Sequence[str] | None = None
@@ -281,9 +281,9 @@ class MeshClient:
         return next((node for node in self.links.by_peer if self._may_read(node, trusted)), None)
 
     def _knows_reader(self, trusted: Sequence[str] | None) -> bool:
-        """Return whether a node may read it that this client was told of, now or earlier."""
-        told = (fallback.node for fallback in self.machine.fallbacks)
-        known = {self._ticket.inviter, *told, *self._store.peers}
+        """Return whether a node may read it that was named to this client, now or earlier."""
+        named = (fallback.node for fallback in self.machine.fallbacks)
+        known = {self._ticket.inviter, *named, *self._store.peers}
         return any(self._may_read(node, trusted) for node in known)
 
     def _may_read(self, node: NodeId, trusted: Sequence[str] | None) -> bool:
@@ -369,13 +369,13 @@ class MeshClient:
         _ = is_client
         if isinstance(message, ModelList):
             self._models, self._told_at = models_from_json(message.body), loop_time()
-            self._told.set()
+            self._changed.set()
         else:
             self.router.receive(peer, message, is_client=False)
 
     def lost(self, peer: NodeId) -> None:
         """Fail the requests that the node served."""
-        self._told.set()
+        self._changed.set()
         self._lacking.set()
         self.router.lost(peer)
 
@@ -470,7 +470,7 @@ def _too_many() -> UserError:
 
 
 def local_of(here: Machine | None, teller: tuple[NodeId, bytes], fallback: Fallback) -> Local:
-    """Return which addresses of this machine a fallback may have: all if a node here told it.
+    """Return which addresses of this machine a fallback may have: all if a node here named it.
 
     The tag of the fallback alone proves nothing: members read it, and could add other addresses.
     Alone, that of the teller does not either: the addresses are those that the fallback publishes.

@@ -85,7 +85,8 @@ def names_in(options: NodeOptions) -> tuple[str, ...]:
 def with_own_entry(options: NodeOptions, me: NodeId, *, is_founder: bool) -> NodeOptions:
     """Return the options with this node's id among those of ``entry``, in place of ``self``.
 
-    Unless told otherwise, a founder that trusts some nodes lets only these and itself read prompts.
+    Unless the options say otherwise, a founder that trusts some nodes lets only these and itself
+    read prompts.
 
     Raises:
         UserError: there are more than a mesh has nodes, so that none of them could be published.

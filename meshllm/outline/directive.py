@@ -1,4 +1,4 @@
-"""Directives: how a model is told to outline an answer and to expand one point, by task.
+"""Directives: how a model is asked to outline an answer and to expand one point, by task.
 
 The first of `DIRECTIVES` that matches the question is used. It is appended to the question, so that
 an outline shares the cache of everything before it; a point continues the text of the outline. The

@@ -45,7 +45,7 @@ def is_traced(request: Request) -> bool:
 def trace_of(answers: Sequence[Answer | None]) -> list[dict[str, Any]]:
     """Return where the time of each answer went: as a whole, and means per token by rank.
 
-    Nodes are not named: only the owner is told the names of machines.
+    Nodes are not named: only the owner sees the names of machines.
     """
     return [_times(each) for each in answers if each]
 

@@ -211,8 +211,8 @@ class _ChatReply(Reply):
         logprobs: Iterable[TokenLogprobs] = (),
         reason: str | None = None,
     ) -> bytes:
-        told = self._logprobs(place, logprobs) if "content" in delta and logprobs else None
-        choice = {"index": place, "delta": delta, "logprobs": told, "finish_reason": reason}
+        scores = self._logprobs(place, logprobs) if "content" in delta and logprobs else None
+        choice = {"index": place, "delta": delta, "logprobs": scores, "finish_reason": reason}
         return self.chunk(CHUNK, [choice])
 
     def _logprobs(self, place: int, found: Iterable[TokenLogprobs]) -> dict[str, Any] | None:

@@ -175,7 +175,7 @@ class _ChatSocket:
             with self.service.counted(key):
                 done = await self._send_events(asked.id, await self._call(asked, key))
             await self._send({"type": "done", "id": asked.id, **done})
-        except WebSocketDisconnect:  # the reader is told, too
+        except WebSocketDisconnect:  # the reader notices it, too
             return
         except MeshError as error:
             await self._fail(asked.id, error)
@@ -187,8 +187,8 @@ class _ChatSocket:
             async for _, event in events:
                 if isinstance(event, Answer):
                     done = _done(event, made)
-                elif told := _told(event):
-                    await self._send({"type": told.pop("type"), "id": ask, **told})
+                elif fields := _fields_of(event):
+                    await self._send({"type": fields.pop("type"), "id": ask, **fields})
         return done
 
     async def _call(self, asked: Ask, key: ApiKey | None) -> ChatCall:
@@ -201,9 +201,9 @@ class _ChatSocket:
         return await call(self.service, key, body, apart)
 
     async def _fail(self, ask: str | None, error: MeshError) -> None:
-        told = json.loads(error_object(error))
+        fields = json.loads(error_object(error))
         wait_s = failure_of(error).retry_s
-        await self._send({"type": "error", "id": ask, **told, "retry_after_s": wait_s})
+        await self._send({"type": "error", "id": ask, **fields, "retry_after_s": wait_s})
 
     async def _send(self, fields: dict[str, Any]) -> None:
         """Send a message; wait while the client does not read."""
@@ -220,7 +220,7 @@ def _message(found: object) -> Ask | CancelAsk:
     return message
 
 
-def _told(event: Event) -> dict[str, Any] | None:
+def _fields_of(event: Event) -> dict[str, Any] | None:
     """Lay out an event; None for what is not shown."""
     match event:
         case Prefilled(done=done, total=total):

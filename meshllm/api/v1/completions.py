@@ -75,8 +75,8 @@ class _TextReply(Reply):
         """Write the completion once it is complete; no bytes before."""
         place, happened = news
         if isinstance(happened, Piece) and happened.logprobs:
-            told = self._logprobs(place, happened.logprobs)
-            self.choices[place].logprobs.add(told)
+            scores = self._logprobs(place, happened.logprobs)
+            self.choices[place].logprobs.add(scores)
         if not self._take(news) or not self.is_complete:
             return b""
         return self.whole(KIND, map(self._whole, range(len(self.choices))))
@@ -85,8 +85,8 @@ class _TextReply(Reply):
         """Write server-sent events, nothing for progress."""
         place, happened = news
         if isinstance(happened, Piece) and (happened.text or happened.logprobs):
-            told = self._logprobs(place, happened.logprobs) if happened.logprobs else None
-            return self.chunk(KIND, [_choice(place, happened.text, told, None)])
+            scores = self._logprobs(place, happened.logprobs) if happened.logprobs else None
+            return self.chunk(KIND, [_choice(place, happened.text, scores, None)])
         if not self._take(news):
             return b""
         answer = self.choices[place].answer

@@ -232,11 +232,11 @@ class _MessagesReply:
                 return self._begin() + b"".join(self._deltas(piece))
             case Answer() as answer:
                 trace = self._trace(answer)
-                told = {"meshllm": trace} if trace else {}
+                extra = {"meshllm": trace} if trace else {}
                 return (
                     self._begin()
                     + self._closed()
-                    + _event("message_delta", delta=_end(answer), usage=_usage(answer), **told)
+                    + _event("message_delta", delta=_end(answer), usage=_usage(answer), **extra)
                     + _event("message_stop")
                 )
             case _:

@@ -98,7 +98,7 @@ class Reasoning:
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     summary: Literal["auto"] | None = None
-    """One if there is any, and there is none: the reasoning itself is told."""
+    """One if there is any, and there is none: the reasoning itself is included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

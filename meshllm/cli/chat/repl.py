@@ -70,10 +70,10 @@ class _Repl:
     async def run(self) -> None:
         """Show the prompt while the ring forms; raise what makes the ring fail."""
         self.ring: asyncio.Future[Backend] = asyncio.get_running_loop().create_future()
-        told = self.conversation
-        who = told.where and f", answered by {told.where}"
+        chat = self.conversation
+        who = chat.where and f", answered by {chat.where}"
         if not self.quiet:
-            about = f"{told.settings.model}{who}; /help lists commands, Ctrl-D exits"
+            about = f"{chat.settings.model}{who}; /help lists commands, Ctrl-D exits"
             _note(render.wrapped(about))
         with cancelled_by_sigterm():
             await self._converse()

@@ -181,7 +181,7 @@ def _device(wanted: str, quants: Sequence[Quant]) -> str:
 
 
 def _replay(options: ReplayOptions, chosen: Settings, json: Path | None) -> None:
-    """Replay a trace, and show its figures; requests without an answer are told on stderr."""
+    """Replay a trace, and show its figures; requests without an answer are reported on stderr."""
     if options.url is not None and options.nodes is not None:
         raise UserError("`--nodes` cannot be combined with `--url`", hint="omit one of them")
     if options.key_file is not None and options.url is None:

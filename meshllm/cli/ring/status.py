@@ -340,8 +340,8 @@ def _provided(status: MeshStatus, most: int | None) -> str:
 def _foot(status: MeshStatus, columns: int) -> str:
     counts = to_json(status.sessions)
     del counts["losses"], counts["recomputed"]
-    told = ", ".join(f"{count} {word}" for word, count in counts.items())
-    lines = _figures([*_totals(status.ring), f"sessions  {told}"], columns)
+    states = ", ".join(f"{count} {word}" for word, count in counts.items())
+    lines = _figures([*_totals(status.ring), f"sessions  {states}"], columns)
     losses, notes = status.sessions.losses, list[tuple[str, str]]()
     if survived := [
         f"{it.count} {_CAUSES[it.cause]}"

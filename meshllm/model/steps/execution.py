@@ -113,14 +113,14 @@ def describe(parts: Iterable[tuple[str, Execution]], draft: Execution | None = N
         kind = replace(execution, linears=())
         names.setdefault(kind, {})[name] = None
         linears.setdefault(kind, Counter()).update(dict(execution.linears))
-    told = [
+    parts = [
         (", ".join(names[kind]), replace(kind, linears=tuple(linears[kind].items())))
         for kind in names
     ]
-    told += [("draft model", draft)] if draft else []
-    if len(told) == 1:
-        return str(told[0][1])
-    return "; ".join(f"{name}: {execution}" for name, execution in told)
+    parts += [("draft model", draft)] if draft else []
+    if len(parts) == 1:
+        return str(parts[0][1])
+    return "; ".join(f"{name}: {execution}" for name, execution in parts)
 
 
 def linears_of(model: nn.Module) -> tuple[tuple[str, int], ...]:

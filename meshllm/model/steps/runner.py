@@ -38,8 +38,10 @@ class Runner:
         A shard has one runner, because a runner exchanges modules.
         """
         self.shard = shard
-        told = set[str]() if warned is None else warned
-        self.steps, self._execution = choose_steps(shard, counts, trial or try_steps, whole, told)
+        reasons = set[str]() if warned is None else warned
+        self.steps, self._execution = choose_steps(
+            shard, counts, trial or try_steps, whole, reasons
+        )
         self.step, self.step_many = self.steps.step, self.steps.step_many
         self.recompute, self.fill = self.steps.recompute, self.steps.fill
         self.runs_in_one_pass, self.warm_up_steps = self.steps.runs_in_one_pass, self.steps.warm_up

@@ -28,7 +28,9 @@ def main(kind: str, cpu_s: int) -> None:
     from llguidance import LLMatcher, LLTokenizer
 
     grammar = sys.stdin.buffer.read().decode()
-    with suppress(BaseException):  # panics of Rust included: it ends, and is told where it is used
+    with suppress(
+        BaseException
+    ):  # panics of Rust included: it ends, and is reported where it is used
         if kind == "json":
             grammar = LLMatcher.grammar_from_json_schema(
                 grammar, overrides={"whitespace_pattern": WHITE_SPACE}

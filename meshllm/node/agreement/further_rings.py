@@ -9,7 +9,7 @@ memory, once no session is in progress or after `DRAIN_S`: until then it serves 
 Other further rings end meanwhile; new ones wait, as the first ring may still hold its model.
 
 A node that cannot serve in a ring for now, whose model it serves in another one, tells the others,
-which plan without it, and takes no share for that ring until a backoff is over.
+which plan without it, and takes no share for that ring until its backoff has passed.
 """
 
 import asyncio

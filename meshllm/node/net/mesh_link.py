@@ -295,7 +295,7 @@ class MeshLinks:
             self._dialling.add(self._begin(self._dial, peer, addresses, self.local_of(peer)))
 
     def _may_dial(self, peer: NodeId) -> bool:
-        """Return whether a peer may be linked; a saved or told address may be of a removed one."""
+        """Return whether a peer may be linked; addresses may be of removed ones."""
         machine = self._machine
         return peer not in self._lines and peer != machine.me and peer not in machine.removals
 

@@ -99,8 +99,8 @@ class EngineClient:
                     yield piece
         if state.finish is None:
             raise LinkLost("The engine closed the connection before the answer was complete")
-        told = state.completion_tokens
-        count = state.pieces if told is None else told
+        counted = state.completion_tokens
+        count = state.pieces if counted is None else counted
         token_s = (last - first) / (count - 1) if count > 1 else 0.0
         answer = Answer(
             text="",
@@ -110,7 +110,7 @@ class EngineClient:
             ttft_ms=(first - begin) * 1e3,
             ms_per_token=token_s * 1e3,
             tokens_per_second=1 / token_s if token_s else 0.0,
-            tokens_per_step=0.0 if told is None else 1.0,
+            tokens_per_step=0.0 if counted is None else 1.0,
             hops=(),
             cached_tokens=state.cached_tokens,
             counted=count,

@@ -178,15 +178,15 @@ def _is_name(text: str) -> bool:
 
 def _logprobs(found: object) -> tuple[TokenLogprobs, ...]:
     listed = found.get("content") if isinstance(found, dict) else None
-    told: list[TokenLogprobs] = []
+    scores: list[TokenLogprobs] = []
     for each in listed if isinstance(listed, list) else []:
         if isinstance(each, dict):
             top = each.get("top_logprobs")
             likeliest = (
                 [one for one in top if isinstance(one, dict)] if isinstance(top, list) else []
             )
-            told.append(TokenLogprobs(_logprob(each), tuple(map(_logprob, likeliest))))
-    return tuple(told)
+            scores.append(TokenLogprobs(_logprob(each), tuple(map(_logprob, likeliest))))
+    return tuple(scores)
 
 
 def _logprob(found: Mapping[str, Any]) -> Logprob:

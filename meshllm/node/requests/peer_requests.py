@@ -63,7 +63,7 @@ class PeerRequests:
         self.limits_of: Callable[[NodeId], ClientLimits] = lambda _: NO_LIMITS
         """Returns what the ticket of a client allows it."""
         self.list_models: Callable[[], bytes] = lambda: b"{}"
-        """Returns what clients are told of the models, see `model_list`."""
+        """Returns what clients see of the models, see `model_list`."""
         self._backend = backend
         self._answer = answer
         self._send = send

@@ -1,4 +1,4 @@
-"""Keys of sessions, and what an ingress is told to resume one."""
+"""Keys of sessions, and what an ingress needs to resume one."""
 
 from collections.abc import Sequence
 from os import urandom

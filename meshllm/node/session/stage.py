@@ -170,8 +170,8 @@ class StageNode:
     def _serve(self, job: Compute, watch: Stopwatch) -> None:
         served = partial(self._served, job, watch)
         if job.is_step and not job.recomputes:
-            told = (served, self._logits_done) if self._wants_logits(job) else (served,)
-            self._steps.submit(job.session, (job, watch), *told)
+            callbacks = (served, self._logits_done) if self._wants_logits(job) else (served,)
+            self._steps.submit(job.session, (job, watch), *callbacks)
         else:
             run = self._recompute if job.recomputes else self._prefill
             self._steps.submit_alone(job.session, partial(self._alone, run, job, watch), served)

@@ -267,21 +267,21 @@ class _Transcript:
 
     def first(self, token: int) -> Piece:
         """Return the piece of the first token of the prompt, which has no probability."""
-        told = () if self.top is None else (TokenLogprobs(self._told(token, 0.0)),)
-        return Piece(self.stream.push_prompt(token), (token,), told)
+        scores = () if self.top is None else (TokenLogprobs(self._score(token, 0.0)),)
+        return Piece(self.stream.push_prompt(token), (token,), scores)
 
     def next(self, token: int) -> Piece:
         """Return the piece of the next token, after the two methods below have taken it."""
-        told = (self._scored.popleft(),) if self._scored else ()
-        return replace(self._pieces.popleft(), tokens=(token,), logprobs=told)
+        scores = (self._scored.popleft(),) if self._scored else ()
+        return replace(self._pieces.popleft(), tokens=(token,), logprobs=scores)
 
     # On the compute thread, for each token in order.
 
     def score(self, logits: Tensor, token: int) -> None:
         """Take the logits [V] from which a token was sampled."""
         own, likeliest = logprobs(logits, token, self.top or 0)
-        top = tuple(self._told(*each) for each in likeliest)
-        self._scored.append(TokenLogprobs(self._told(token, own), top))
+        top = tuple(self._score(*each) for each in likeliest)
+        self._scored.append(TokenLogprobs(self._score(token, own), top))
 
     def take_token(self, token: int) -> bool:
         """Take a token; return whether it ends the answer."""
@@ -298,7 +298,7 @@ class _Transcript:
         is_end = token in self.text.end_tokens and not self.ignores_end
         return is_end or self.stream.stopped
 
-    def _told(self, token: int, logprob: float) -> Logprob:
+    def _score(self, token: int, logprob: float) -> Logprob:
         spelled = self.text.spell(token)
         return Logprob(token, spelled.decode(errors="replace"), tuple(spelled), logprob)
 

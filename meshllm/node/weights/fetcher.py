@@ -245,7 +245,7 @@ class WeightFetcher:
     ) -> None:
         """Collect a file, from where an earlier attempt ended.
 
-        ``received`` is told the bytes of each chunk, and may raise `MeshError`.
+        ``received`` gets the number of bytes of each chunk, and may raise `MeshError`.
 
         Raises:
             MeshError: the holder refuses, is lost, or sends something invalid.

@@ -96,9 +96,9 @@ def followed_plans(view: MeshView) -> dict[NodeId, Plan]:
     Ignores plans with an absurd epoch: no member uses up the epochs, and what one has used up is
     forgotten with it.
     """
-    told = {node: at.followed for node, at in view.states.items() if node not in view.removed}
-    plans = decode_plans(told.values())
-    followed = {node: plans[data] for node, data in told.items() if data in plans}
+    encoded = {node: at.followed for node, at in view.states.items() if node not in view.removed}
+    plans = decode_plans(encoded.values())
+    followed = {node: plans[data] for node, data in encoded.items() if data in plans}
     most = highest_epoch(followed.get(node) for node in view.alive())
     return {node: plan for node, plan in followed.items() if plan.epoch <= most}
 

@@ -143,9 +143,9 @@ class Filling(GroupTable):
         """Return whether a node may have a share in a group, or a larger one than it has."""
         group, shares = self.groups[number], self.shares[node]
         held = [self.place[node], *(each for each in shares if each != group.id)]
-        told = self.told.get((node, group.id))
+        member = self.memberships.get((node, group.id))
         return (
-            (told is None or told.obstacle != REFUSES)
+            (member is None or member.obstacle != REFUSES)
             and len({*held, *self.given(node)} - {group.id}) < MAX_RINGS
             and node not in group.charter.exclude
             and self.holds(node, number)
@@ -171,14 +171,14 @@ class Filling(GroupTable):
 
     def _serves(self, node: NodeId, group: GroupId) -> bool:
         """Return whether a ring is whole, and needs no more of a node than it has."""
-        number, plan, told = (
+        number, plan, member = (
             self.numbers[group],
             self.plans.get(group),
-            self.told.get((node, group)),
+            self.memberships.get((node, group)),
         )
-        if plan is None or told is None or not self.is_served(number, self.nodes(number)):
+        if plan is None or member is None or not self.is_served(number, self.nodes(number)):
             return False
-        return plan.rank(node) is None or (told.is_loaded and told.followed == plan.encode())
+        return plan.rank(node) is None or (member.is_loaded and member.followed == plan.encode())
 
     def _needed_share(self, node: NodeId, number: int) -> int:
         """Return the most bytes of a share: for a replica of a node's model what the others lack.

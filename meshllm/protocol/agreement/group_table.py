@@ -68,7 +68,7 @@ class GroupTable:
     ending: dict[NodeId, dict[GroupId, int]] = field(default_factory=dict)
     """The shares that count no more, but serve until another plan takes the place of theirs."""
     plans: dict[GroupId, Plan] = field(default_factory=dict)
-    told: dict[tuple[NodeId, GroupId], RingMembership] = field(default_factory=dict)
+    memberships: dict[tuple[NodeId, GroupId], RingMembership] = field(default_factory=dict)
     used: frozenset[ModelKey] = frozenset()
     held: dict[NodeId, frozenset[int]] = field(default_factory=dict)
     """The groups of whose model each node has weights, by number."""
@@ -87,7 +87,7 @@ class GroupTable:
         )
         self.numbers = {group.id: number for number, group in enumerate(self.groups)}
         self.sizes = tuple(Sizes.of(group.charter) for group in self.groups)
-        self.used, self.told = used_models(view), memberships(view)
+        self.used, self.memberships = used_models(view), memberships(view)
         self.keys = tuple(group.charter.key for group in self.groups)
         self.refusing = frozenset(
             frozenset((node, other))
@@ -96,7 +96,7 @@ class GroupTable:
         )
         self.failing = frozenset(
             (node, self.key(group))
-            for node, group in self.told
+            for node, group in self.memberships
             if (own := self._offered(node, group)) and own.is_retracted
         )
         plans = plans_in_force(view).items()
@@ -343,8 +343,8 @@ class GroupTable:
 
     def _followed(self, node: NodeId, group: GroupId) -> Plan | None:
         """Return the plan of a ring whose layers a node has while none is in force."""
-        told = self.told.get((node, group))
-        return decode_plans([told.followed]).get(told.followed) if told else None
+        member = self.memberships.get((node, group))
+        return decode_plans([member.followed]).get(member.followed) if member else None
 
     def offer(self, node: NodeId, number: int) -> Offer | None:
         """Return what a node would offer to a group, by the speed that it has published.

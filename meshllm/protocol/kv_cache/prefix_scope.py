@@ -1,6 +1,6 @@
 """Whose prompts share cached prefixes: those of one asker only.
 
-Who sends guesses and is told how much of them was cached, or measures it, would learn the prompts
+Who sends guesses and is shown how much of them was cached, or measures it, would learn the prompts
 of others token by token. So a request has a scope, and texts are matched within it. The node that
 takes a request gives the scope: the owner's is empty, others have hashes, which tell no name. The
 entry tells scopes of different nodes apart, so that none can name another's.

@@ -78,7 +78,7 @@ class Contact:
     host: str = ""
     """The IP address that the peer comes from; empty if it is unknown."""
     fallbacks: tuple[Fallback, ...] = ()
-    """What a client was last told of other nodes."""
+    """What was last sent to a client of other nodes."""
 
     def beat(self, now: float, wall_s: float, digest: bytes) -> MeshBeat:
         """Return the next beat for the peer."""

@@ -21,7 +21,7 @@ count than we remember, an earlier run of this node signed it; we sign another o
 `link_table` decides which of two links to a peer is kept, `record_store` which items are accepted,
 `dial_schedule` when to dial. Clients have links but take no part in the gossip, but that each node
 sends them all removals: a client refuses removed members, and knows of its own removal. It is also
-told a few other nodes (`fallbacks`), of which it believes only where they may be: they prove who
+named a few other nodes (`fallbacks`), of which it believes only where they may be: they prove who
 they are.
 """
 
@@ -87,11 +87,11 @@ class Mesh:
         self.silent = frozenset[NodeId]()
         """The nodes whose last link here ended because nothing arrived, rather than by closing."""
         self.fallbacks: tuple[Fallback, ...] = ()
-        """Of a client: other nodes that it may ask, as the latest node told them."""
+        """Of a client: other nodes that it may ask, as the latest node named them."""
         self.teller: tuple[NodeId, bytes] = self.me, b""
         """That node, and its tag, which shows whether it is on the machine of the client."""
         self._is_node = credential.role is Role.NODE
-        self._open: list[Fallback] = []  # the nodes of which clients were told last
+        self._open: list[Fallback] = []  # the nodes which clients know from the last message
         self._replica = Replica(key, credential, incarnation)
         self._dials = DialSchedule(key.node)
         self._state: StateRecord | None = None
@@ -205,8 +205,8 @@ class Mesh:
         """Publish a removal that this node signed, and close the links that it revokes."""
         published = self._broadcast([removal])
         item = self._replica.records.store.get(Slot(Kind.REMOVAL, removal.node))
-        told = self._tell_clients([item] if item else [])
-        return self._conclude([*published, *told, *self._expel(now)], now)
+        sent = self._tell_clients([item] if item else [])
+        return self._conclude([*published, *sent, *self._expel(now)], now)
 
     def leave(self, now: float) -> list[Action]:
         """Publish that this node has left, and close its links."""
@@ -313,7 +313,7 @@ class Mesh:
                 return [Parted(peer, why)]
             case FallbackList(fallbacks, machine):
                 if self._is_node or contact.role is not Role.NODE:
-                    raise PeerFault("Fallbacks that are not told by a node to a client")
+                    raise PeerFault("Fallbacks that are not sent by a node to a client")
                 self._is_changed |= fallbacks != self.fallbacks
                 self.fallbacks, self.teller = fallbacks, (peer, machine)
                 return []
@@ -401,7 +401,7 @@ class Mesh:
         elif self._is_node:
             actions += self._send(peer, [at for at in self.lasting if at.kind is Kind.REMOVAL])
             actions += self._tell_fallbacks_to(peer, contact, self._find_open())
-            self._open = []  # compare with what was told to this one at the next beat, too
+            self._open = []  # compare with what was sent to this one at the next beat, too
         return actions
 
     def _tell_clients(self, removals: list[Item]) -> list[Action]:

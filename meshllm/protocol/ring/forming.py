@@ -7,7 +7,7 @@ Theory of operation
          follow           loaded            formed           dialled          arrived
     IDLE ------> LOADING -------> WAITING ---------> DIALING -------> HALF ----------> OPEN
                     |                ^                  |              |                 |
-         unloadable |                | backoff is over  | failed       | timeout, gone   | broke
+         unloadable |                | backoff ended    | failed       | timeout, gone   | broke
                     v                |                  v              v                 v
                  UNLOADED            '--------------- BACKOFF <--------------------------'
 

@@ -1,8 +1,8 @@
-"""Which other nodes a client is told: it asks one of them when its own is lost.
+"""Which other nodes are named to a client: it asks one of them when its own is lost.
 
 Every node admits every client of the mesh, so any living node that does not leave will do. Clients
 get different ones first, so that those of a lost node do not all come to the same. An address or
-name that is not public, as in a home network, is told only to clients that come from such a one.
+name that is not public, as in a home network, is sent only to clients that come from such a one.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from blake3 import blake3
 
 from meshllm.names import NodeId
 
-MAX_FALLBACKS = 8  # nodes that a client is told
+MAX_FALLBACKS = 8  # nodes that are named to a client
 MAX_FALLBACK_ADDRESSES = 8  # of each of them
 
 _LOCAL = tuple(
@@ -55,21 +55,21 @@ class Fallback:
 def fallbacks_for(client: NodeId, host: str, nodes: Iterable[Fallback]) -> tuple[Fallback, ...]:
     """Choose at most `MAX_FALLBACKS` of the nodes for a client that comes from ``host``.
 
-    An empty ``host`` is unknown, as behind a relay: only public addresses are told.
+    An empty ``host`` is unknown, as behind a relay: only public addresses are sent.
     """
     ranked = sorted(nodes, key=lambda each: blake3(client + each.node).digest())
-    told = (replace(each, addresses=_told(each.addresses, host)) for each in ranked)
-    return tuple(islice((each for each in told if each.addresses), MAX_FALLBACKS))
+    visible = (replace(each, addresses=_visible(each.addresses, host)) for each in ranked)
+    return tuple(islice((each for each in visible if each.addresses), MAX_FALLBACKS))
 
 
-def _told(addresses: tuple[str, ...], host: str) -> tuple[str, ...]:
+def _visible(addresses: tuple[str, ...], host: str) -> tuple[str, ...]:
     at = _number(host)
     near = _network_of(at) if at else ""
     known = {"", near} - {None}
     if near and near not in _LOOPBACKS:  # all clients behind a proxy seem to be on its machine
         known.add(_HOME)
-    told = (address for address in addresses if _network_at(address) in known)
-    return tuple(islice(told, MAX_FALLBACK_ADDRESSES))
+    visible = (address for address in addresses if _network_at(address) in known)
+    return tuple(islice(visible, MAX_FALLBACK_ADDRESSES))
 
 
 @lru_cache(maxsize=1024)

@@ -464,7 +464,7 @@ async def test_a_plan_is_predicted_before_anything_moves(
     second = door.report().nodes[1]
     terms = PlanTerms("throughput", 2, (second.short,), {first.short: 2 << 30})
     assert door.calls == [(terms,)]
-    assert "125.0 tokens/s" in await page.inner_text("#plan-told")
+    assert "125.0 tokens/s" in await page.inner_text("#plan-figures")
 
 
 async def test_a_plan_begins_with_the_terms_in_force(

@@ -266,8 +266,8 @@ function edit(place) {
 function drawTokens(tokens) {
   const box = element("div", undefined, "tokens");
   const line = element("div", undefined, "line");
-  const told = element("p", "Point at a token, or use the arrow keys.", "quiet");
-  told.setAttribute("role", "status");
+  const details = element("p", "Point at a token, or use the arrow keys.", "quiet");
+  details.setAttribute("role", "status");
   line.tabIndex = 0;
   line.setAttribute("role", "group");
   line.setAttribute("aria-label", "Tokens with their probability");
@@ -277,7 +277,7 @@ function drawTokens(tokens) {
     line.children[chosen]?.classList.remove("chosen");
     chosen = Math.max(0, Math.min(tokens.length - 1, place));
     line.children[chosen]?.classList.add("chosen");
-    told.textContent = describe(tokens[chosen]);
+    details.textContent = describe(tokens[chosen]);
   };
   line.addEventListener("keydown", (happened) => {
     if (happened.key === "ArrowRight") choose(chosen + 1);
@@ -287,7 +287,7 @@ function drawTokens(tokens) {
     const place = [...line.children].indexOf(target);
     if (place >= 0) choose(place);
   });
-  box.append(line, told);
+  box.append(line, details);
   return box;
 }
 

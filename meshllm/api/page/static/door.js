@@ -41,13 +41,13 @@ async function connected(happening) {
 
 async function checked(reply) {
   if (reply.ok) return reply;
-  let told;
+  let message;
   try {
-    told = (await reply.json()).error.message;
+    message = (await reply.json()).error.message;
   } catch {
-    told = `The server answered with status ${reply.status}`;
+    message = `The server answered with status ${reply.status}`;
   }
-  throw Object.assign(new Error(told), { status: reply.status });
+  throw Object.assign(new Error(message), { status: reply.status });
 }
 
 // The objects of server-sent events, as they come; what is heard may be a comment, too.

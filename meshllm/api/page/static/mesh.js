@@ -98,10 +98,10 @@ function drawRing(mesh) {
   at("ring").classList.toggle("narrow", isNarrow);
   at("ring").classList.toggle("live", mesh.active > 0);
   at("ring").replaceChildren(...parts);
-  const told = mesh.hops.map((hop) => `${hop.name} holds layers ${hop.layers}`).join(", then ");
+  const held = mesh.hops.map((hop) => `${hop.name} holds layers ${hop.layers}`).join(", then ");
   const why = mesh.reason ? `: ${mesh.reason}` : "";
   const rest = idle.length ? `; without layers: ${idle.map(({ name, state }) => `${name} (${state})`).join(", ")}` : "";
-  at("ring-caption").textContent = `Ring ${mesh.state}${why}${told ? `; ${told}` : ""}${rest}`;
+  at("ring-caption").textContent = `Ring ${mesh.state}${why}${held ? `; ${held}` : ""}${rest}`;
 }
 
 function ellipse(mesh, idle) {
@@ -166,11 +166,11 @@ function wire(mesh, rank) {
 function box([x, y], hop, rank, mesh) {
   const state = mesh.nodes.find(({ id }) => id === hop.id)?.state;
   const time = hop.measured.compute_ms ?? hop.predicted.compute_ms;
-  const told = time === null ? "" : `, ${time.toFixed(2)} ms`;
+  const timing = time === null ? "" : `, ${time.toFixed(2)} ms`;
   return [
     make("rect", { x: x - 80, y: y - 32, width: 160, height: 64, rx: 10, class: away.includes(state) ? "node away" : "node" }),
     label(x, y - 8, `${rank ? "" : "▸ "}${short(hop.name, 15)}`, "name"),
-    label(x, y + 15, away.includes(state) ? state : `${hop.layers}${told}`, "small"),
+    label(x, y + 15, away.includes(state) ? state : `${hop.layers}${timing}`, "small"),
   ];
 }
 

@@ -36,7 +36,7 @@ async function refusal() {
   }
 }
 
-async function told(work) {
+async function reported(work) {
   at("keys-error").textContent = "";
   try {
     await work();
@@ -46,7 +46,7 @@ async function told(work) {
 }
 
 const drawKeys = () =>
-  told(async () => {
+  reported(async () => {
     const { keys } = await (await call("/owner/keys")).json();
     at("key-rows").replaceChildren(...keys.map(keyRow));
   });
@@ -72,7 +72,7 @@ function keyRow(found) {
 
 function revoke(name) {
   if (!confirm(`Revoke the key ${name}? This cannot be undone.`)) return;
-  told(async () => {
+  reported(async () => {
     const { is_told: isTold } = await (await call("/owner/keys/revoke", { name })).json();
     await drawKeys();
     if (!isTold) throw new Error(`${name} is revoked here; the mesh learns it when the node runs`);
@@ -80,7 +80,7 @@ function revoke(name) {
 }
 
 const create = () =>
-  told(async () => {
+  reported(async () => {
     const count = (name) => Number(at(name).value) || null;
     const days = count("key-days");
     const made = await call("/owner/keys", {
@@ -99,7 +99,7 @@ const create = () =>
   });
 
 const drawUsage = () =>
-  told(async () => {
+  reported(async () => {
     const by = at("by").value;
     const { usage } = await (await call(`/owner/usage?by=${by}`)).json();
     const rows = usage.map((each) => row(each[by] || "no key", each.requests, each.errors, each.read, each.cached, each.written));

@@ -69,7 +69,7 @@ function drawResult(found) {
   const { predicted } = found;
   const now = shown?.predicted?.ms_per_token;
   const change = now && predicted ? `, ${(now / predicted.ms_per_token).toFixed(2)} times the speed of now` : "";
-  at("plan-told").textContent = predicted
+  at("plan-figures").textContent = predicted
     ? `${rate(predicted)} tokens/s${change}; first token after ${ms(predicted.ttft_ms)}`
     : `No ring: ${found.reason}`;
   at("plan-stages").replaceChildren(
