@@ -34,6 +34,11 @@ class Lifetime:
         """Run a part in the background; a `MeshError` in it stops the node with that error."""
         return self._tasks.create_task(self._guarded(part))
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the node is to end, or ends already."""
+        return self._is_ending or self.stopped.done()
+
     def call_later(self, delay_s: float, callback: Callable[[*Ts], None], *args: *Ts) -> None:
         """Schedule a callback, unless the node ends before; an error in it ends the node."""
 

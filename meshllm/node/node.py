@@ -316,7 +316,7 @@ class MeshNode:
 
         The ring serves until the other nodes have agreed on a plan without this node.
         """
-        if not self.is_leaving:
+        if not self.is_leaving and not self.life.is_stopped:
             self.state.is_leaving = True
             self.state.publish()
             self.life.spawn(self._drain)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
 from heapq import heappop, heappush
-from itertools import accumulate, count, pairwise, zip_longest
+from itertools import accumulate, chain, count, pairwise, zip_longest
 from operator import itemgetter
 from random import Random
 from typing import Any
@@ -49,13 +49,15 @@ from meshllm.protocol.session.messages import (
     Spent,
 )
 from meshllm.protocol.session.pace import Pace
-from meshllm.protocol.session.stage import Adopt, Compute, Free, Keep, Stage
+from meshllm.protocol.session.stage import Adopt, Compute, Drop, Free, Keep, Stage
+from meshllm.protocol.session.waiting import PromptQueue
 from meshllm.request import FinishReason
 
 Event = tuple[float, int, Callable[[], object]]
 """When, in which order, and what."""
 
 VOCABULARY = 7
+LONGEST_CHUNK = 6
 END = 10_000.0  # s; far beyond every deadline and retry
 
 
@@ -199,6 +201,11 @@ class Simulation:
         }
         self.kept: list[dict[SessionId, list[int]]] = [{} for _ in range(self.ring)]
         self.missing: set[tuple[int, SessionId]] = set()  # whose base was unavailable
+        self.prompts = PromptQueue(LONGEST_CHUNK + self.random.randrange(LONGEST_CHUNK))
+        self.begins: dict[tuple[int, SessionId], tuple[float, Compute]] = {}
+        """When the latest rows of a session begin to be computed, by rank."""
+        self.dropped: list[Compute] = []
+        self.unbegun: set[tuple[int, SessionId]] = set()  # whose first rows were dropped
         self.reused = 0
         self.flights: Counter[int] = Counter()  # steps in flight at each returned one
         self.caches: list[dict[SessionId, list[int]]] = [{} for _ in range(self.ring)]
@@ -237,10 +244,12 @@ class Simulation:
             keep_from=draw.choice((1, 9)),
         )
         patience = draw.choice(self.weather.patience_s)
-        pace = Pace(draw.randint(1, 6), draw.randint(1, 4), patience, retries=5, close_s=40.0)
+        pace = Pace(
+            draw.randint(1, LONGEST_CHUNK), draw.randint(1, 4), patience, retries=5, close_s=40.0
+        )
         longest = min(task.max_tokens, task.context - len(prompt))
         text = reference(self.ring, prompt, longest)
-        generation = Generation(task, pace, entry(task, pace), base, text)
+        generation = Generation(task, pace, entry(task, pace, self.prompts), base, text)
         self.generations[task.session] = generation
         if draw.random() < self.weather.cancels:
             self.at(self.now + draw.random() * 60, self.cancel, generation)
@@ -303,11 +312,12 @@ class Simulation:
     def happen(self) -> None:
         heappop(self.events)[2]()
 
-    def work(self, rank: int, job: Callable[[], object]) -> None:
-        """Queue a job on the one worker of a rank."""
+    def work(self, rank: int, job: Callable[[], object]) -> float:
+        """Queue a job on the one worker of a rank; return when it begins."""
         start = max(self.now, self.busy_until[rank])
         self.busy_until[rank] = start + self.random.random() * 0.5
         self.at(self.busy_until[rank], job)
+        return start
 
     # The network.
 
@@ -356,8 +366,11 @@ class Simulation:
     def act(self, rank: int, actions: Sequence[stage.Action]) -> None:
         for action in actions:
             match action:
-                case Compute():
-                    self.work(rank, partial(self.compute, rank, action))
+                case Compute(session):
+                    begin = self.work(rank, partial(self.compute, rank, action))
+                    self.begins[rank, session] = begin, action
+                case Drop(session):
+                    self.drop(rank, session)
                 case Free(session):
                     del self.told[rank][session]
                     self.work(rank, partial(self.free, rank, session))
@@ -366,20 +379,51 @@ class Simulation:
                     self.work(rank, partial(self.keep, rank, session))
                 case Adopt():
                     self.work(rank, partial(self.adopt, rank, action))
-                case Forward(message):
-                    if isinstance(message, Data):
-                        assert message.gen >= self.told[rank][message.session], "stale rows went on"
-                    self.send(rank, action)
+                case Forward():
+                    self.pass_on(rank, action)
+        self.check_room(rank)
+
+    def pass_on(self, rank: int, forward: Forward) -> None:
+        message = forward.message
+        if isinstance(message, Data):
+            assert message.gen >= self.told[rank][message.session], "stale rows went on"
+        self.send(rank, forward)
+
+    def drop(self, rank: int, session: SessionId) -> None:
+        """Do not compute the latest rows of a session, unless they have begun."""
+        begin, compute = self.begins[rank, session]
+        if begin > self.now:
+            self.dropped.append(compute)
+            self.unbegun.add((rank, session))
+            self.act(rank, self.stages[rank].dropped(session))
+
+    def check_room(self, rank: int) -> None:
+        """Check that rows of prompts keep to their room, beside a chunk that was given up."""
+        if self.weather.repeat or self.weather.reorder:  # more arrives than was sent
+            return
+        stage = self.stages[rank]
+        states = stage._sessions.values()
+        waiting = (data for state in states for data, _ in state.pending)
+        running = (state.running for state in states if state.running)
+        prompts = [
+            data.rows
+            for data in chain(waiting, running, stage._outliving.values())
+            if Flags.PREFILL in data.flags
+        ]
+        assert sum(prompts) <= self.prompts.most_rows + LONGEST_CHUNK, "prompts exceed their room"
 
     def free(self, rank: int, session: SessionId) -> None:
-        if (rank, session) in self.missing:
-            self.missing.discard((rank, session))
-        else:
+        is_begun = session in self.caches[rank] or (rank, session) not in self.unbegun
+        is_empty = not is_begun or (rank, session) in self.missing
+        self.missing.discard((rank, session))
+        self.unbegun.discard((rank, session))
+        if not is_empty:
             del (self.caches if session in self.caches[rank] else self.kept)[rank][session]
 
     def keep(self, rank: int, session: SessionId) -> None:
         is_missing = (rank, session) in self.missing  # and it ended unnoticed
         self.missing.discard((rank, session))
+        self.unbegun.discard((rank, session))
         self.kept[rank][session] = [] if is_missing else self.caches[rank].pop(session)
 
     def adopt(self, rank: int, adopt: Adopt) -> None:
@@ -392,10 +436,13 @@ class Simulation:
             self.missing.add((rank, adopt.session))
 
     def compute(self, rank: int, compute: Compute) -> None:
+        if any(each is compute for each in self.dropped):
+            return
         if (rank, compute.session) in self.missing and compute.pos:
             self.act(rank, self.stages[rank].missed(compute.session))
             return
         self.missing.discard((rank, compute.session))
+        self.unbegun.discard((rank, compute.session))
         assert compute.blob is not None
         out = self.layers(rank, compute.session, compute.pos, unpack(compute.session, compute.blob))
         kept = out[len(out) - compute.keep :]
@@ -434,6 +481,8 @@ class Simulation:
                     self.send(0, action)
                 case _:
                     self.note(one, action)
+        while (turn := self.prompts.next()) is not None:
+            self.drive(self.generations[turn], self.generations[turn].entry.proceed())
 
     def note(self, one: Generation, action: Emit | Progress | Done | Failed | Closed) -> None:
         match action:

@@ -220,7 +220,10 @@ class Repeating(Entry):
         (RUSH, {"stage": Eager}),
         (STORM, {"stage": Careless}),
         (RUSH, {"stage": Forgetful}),
-        (FLOOD, {"stage": Generous}),
+        (
+            replace(FLOOD, cancels=0.6, follow=1.0, patience_s=(2.0,), tokens=16),
+            {"stage": Generous},
+        ),
         (INVALID, {"stage": Deaf}),
         (CALM, {"stage": Confident}),
         (CROWD, {"stage": Confident}),

@@ -129,6 +129,22 @@ class Batcher(Generic[Job]):
         """
         self._submit(_LoneJob(next(self._numbers), session, function, (_expect,), 0, is_brief=True))
 
+    def withdraw(self, session: SessionId) -> bool:
+        """Forget the jobs of a session that have not begun and are not brief.
+
+        Their callbacks are not called. Return whether there were any.
+        """
+        with self._lock:
+            before = len(self._steps) + len(self._alone)
+            oldest = self._alone[0] if self._alone else None
+            self._steps = [each for each in self._steps if each.session != session]
+            self._alone = deque(
+                each for each in self._alone if each.session != session or each.is_brief
+            )
+            if not self._alone or self._alone[0] is not oldest:
+                self._overtaken = 0
+            return len(self._steps) + len(self._alone) < before
+
     def _submit(self, alone: _LoneJob) -> None:
         if self._is_closed:
             return

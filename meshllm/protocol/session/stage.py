@@ -117,6 +117,16 @@ class Compute:
 
 
 @dataclass(frozen=True, slots=True)
+class Drop:
+    """Do not run the latest rows of a session if they have not begun; then call ``dropped``.
+
+    Their result is not needed any more, and they would take the room of others until their turn.
+    """
+
+    session: SessionId
+
+
+@dataclass(frozen=True, slots=True)
 class Free:
     """Drop the cache of a session, running or kept."""
 
@@ -144,7 +154,7 @@ class Adopt:
     """Take over the kept cache itself instead of copying it."""
 
 
-Action = Compute | Free | Keep | Adopt | Forward
+Action = Compute | Drop | Free | Keep | Adopt | Forward
 
 
 @dataclass(slots=True)
@@ -178,11 +188,13 @@ class _SessionState:
         if len(self.ends) == self.ends.maxlen:
             self.settled = max(self.settled, self.ends[0])
 
-    def raise_gen(self, gen: int) -> None:
-        if gen > self.gen:
-            self.gen = gen
-            self.ends.clear()
-            self.pending = deque(item for item in self.pending if item[0].gen >= gen)
+    def raise_gen(self, gen: int) -> list[Action]:
+        if gen <= self.gen:
+            return []
+        self.gen = gen
+        self.ends.clear()
+        self.pending = deque(item for item in self.pending if item[0].gen >= gen)
+        return [Drop(self.running.session)] if self.running else []
 
 
 class Stage:
@@ -205,11 +217,10 @@ class Stage:
     ) -> None:
         """Serve sessions of up to ``context`` positions within the budget of the ``index``.
 
-        Of the rows that run or wait, hold up to ``max_waiting`` bytes, less those that are
-        ``queued`` to be sent.
-
-        Finished ones are kept in it; None keeps none, and has no budget. ``span`` are the layers of
-        this rank; ``held`` returns how many positions of a kept session all of them hold.
+        The rows that run or wait, and those that are ``queued`` to be sent, take up to
+        ``max_waiting`` bytes together. Finished sessions are kept in the ``index``; None keeps
+        none, and has no budget. ``span`` are the layers of this rank; ``held`` returns how many
+        positions of a kept session all of them hold.
         """
         self._span = span
         self._held = held
@@ -276,6 +287,11 @@ class Stage:
         state.pending = deque(item for item in state.pending if not item[1].recomputes)
         return [_gap(missing, 0), *self._next(state)]
 
+    def dropped(self, session: SessionId) -> list[Action]:
+        """Go on after rows that do not run any more, as `Drop` asked for."""
+        ran = self._take_running(session)
+        return self._next(ran[0]) if ran else []
+
     def failed(self, session: SessionId, code: FaultCode, text: str) -> list[Action]:
         """End the session because its rows could not be computed."""
         if (ran := self._take_running(session)) is None:
@@ -335,9 +351,8 @@ class Stage:
         return [Free(session) for session in (*idle, *self._index.expire(now))]
 
     def _cancel(self, cancel: Cancel) -> list[Action]:
-        if state := self._sessions.get(cancel.session):
-            state.raise_gen(cancel.gen)
-        return [Forward(cancel)]
+        state = self._sessions.get(cancel.session)
+        return [*(state.raise_gen(cancel.gen) if state else []), Forward(cancel)]
 
     def _data(self, data: Data, now: float) -> list[Action]:
         session = data.session
@@ -442,7 +457,7 @@ class Stage:
     def _queue(self, state: _SessionState, data: Data, compute: Compute) -> list[Action]:
         if data.gen < state.gen:
             return []
-        state.raise_gen(data.gen)
+        outdated = state.raise_gen(data.gen)
         if len(state.pending) >= MAX_PENDING:
             text = f"Data at position {data.pos} while {MAX_PENDING} others are queued"
             return self._refuse(data, text, FaultCode.RULES)
@@ -451,7 +466,7 @@ class Stage:
             text = f"{waiting} bytes of rows would wait; the limit is {self._max_waiting}"
             return self._refuse(data, text)
         state.pending.append((data, compute))
-        return self._next(state) if state.running is None else []
+        return outdated if state.running else self._next(state)
 
     def _next(self, state: _SessionState) -> list[Action]:
         refused: list[Action] = []
@@ -546,6 +561,7 @@ class Stage:
         self.budget.release(session)
         if state is None:
             return []
+        outdated = [Drop(session)] if state.running and not is_lost else []
         if state.running:
             self._outliving[session] = state.running
         length = keep if keep <= state.kv_len else 0
@@ -553,7 +569,7 @@ class Stage:
         gone = self._index.put(session, length, capacity, now, is_own=is_own, is_lost=is_lost)
         if state.base and is_lost:
             self._index.name(session, *state.base)
-        return [*([] if session in gone else [Keep(session)]), *map(Free, gone)]
+        return [*outdated, *([] if session in gone else [Keep(session)]), *map(Free, gone)]
 
     def _fault(self, message: Data | Malformed, code: FaultCode, text: str) -> Forward:
         return Forward(Fault(message.session, message.epoch, code, self._rank, text))

@@ -14,7 +14,10 @@ a prompt that runs alone has all the room, and those that run at once share it b
 order. There is always progress: any message fits on its own, and what is in flight returns, or is
 given up, without what is queued.
 
-A rank refuses rows that do not fit: only an entry that follows other rules sends them.
+What is given up, as a client stopped or a chunk is sent again, is dropped on its way: from the
+queues of the links, and before it is computed. Only the chunk that is being computed stays, beside
+which there is room for one of the next. So a rank refuses rows that do not fit: the entry does not
+follow these rules.
 """
 
 from dataclasses import dataclass
@@ -42,17 +45,22 @@ class WaitingRoom:
     @property
     def prompt_bytes(self) -> int:
         """Bytes for rows of prompts, of all sessions."""
-        return _CHUNKS * min(MAX_ROWS * self.row_bytes, MAX_DATA_BYTES)
+        return _CHUNKS * self._chunk_bytes
 
     @property
     def max_waiting(self) -> int:
-        """Bytes for all rows: a rank refuses more."""
-        return min(self.prompt_bytes + _STEP_ROWS * self.row_bytes, MAX_WAITING_BYTES)
+        """Bytes for all rows, with a chunk that was given up: a rank refuses more."""
+        most = self.prompt_bytes + self._chunk_bytes + _STEP_ROWS * self.row_bytes
+        return min(most, MAX_WAITING_BYTES)
 
     @property
     def total(self) -> int:
         """Bytes that a rank reserves: for all rows, and for what is queued beside them."""
         return self.max_waiting + _OTHER_BYTES
+
+    @property
+    def _chunk_bytes(self) -> int:
+        return min(MAX_ROWS * self.row_bytes, MAX_DATA_BYTES)
 
 
 class Prompting(Protocol):

@@ -245,6 +245,33 @@ async def test_changes_stay_in_order_and_take_no_turn() -> None:
     assert await order_of(*jobs) == ["change0", "change1", "step4", "chunk2", "change3"]
 
 
+async def test_jobs_that_have_not_begun_can_be_withdrawn() -> None:
+    ran = list[str]()
+
+    def run(names: Sequence[str]) -> Iterator[Sequence[None]]:
+        ran.append("+".join(names))
+        yield [None] * len(names)
+
+    async with (
+        compute_thread() as worker,
+        asyncio.TaskGroup() as group,
+        Batcher(worker, run, group) as batcher,
+    ):
+        gate = busy(worker)
+        for session in (ONE, TWO):
+            batcher.submit(session, f"step{session[0]}", _ignore)
+            batcher.submit_alone(session, partial(ran.append, f"chunk{session[0]}"), _ignore)
+            batcher.submit_brief(session, partial(ran.append, f"change{session[0]}"))
+
+        assert batcher.withdraw(ONE)
+        assert not batcher.withdraw(ONE)
+        gate.set()
+        await _counted(ran, 4)
+
+    left = f"step{TWO[0]}", f"chunk{TWO[0]}", f"change{TWO[0]}", f"change{ONE[0]}"
+    assert sorted(ran) == sorted(left)
+
+
 async def test_jobs_of_one_batch_may_have_fewer_phases_than_others() -> None:
     async with recording() as (worker, tracer):
         gate, short = busy(worker), asyncio.Future[int]()

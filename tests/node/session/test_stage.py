@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import pytest
@@ -24,6 +24,7 @@ from meshllm.protocol.kv_cache.prefix_index import PrefixIndex
 from meshllm.protocol.session.blob import session_key
 from meshllm.protocol.session.messages import (
     Blob,
+    Cancel,
     Close,
     Data,
     Delivered,
@@ -295,6 +296,28 @@ async def test_changes_that_wait_when_the_ring_is_lost_are_made(*, whole: bool) 
         assert lengths == {TWO: 2, THREE: 2, **({} if whole else {ONE: 2})}
         await stage.thread.settle()  # what waited finds nothing to do
         assert {session: cache.length for session, cache in stage.kept.items()} == lengths
+
+
+async def test_rows_of_a_session_that_ends_before_they_begin_are_not_computed() -> None:
+    async with serving() as stage:
+        rows, close = data(ONE, 0, 1, 2, 3, flags=PREFILL), Close(ONE, EPOCH)
+        (sent,) = await stage.receive(rows, close)
+
+        assert isinstance(sent, Close)
+        assert stage.layers.passes == []
+        assert stage.node.waiting_bytes == 0
+        assert len(await stage.receive(data(TWO, 0, 1, flags=PREFILL))) == 1
+
+
+async def test_a_step_of_a_later_gen_replaces_one_that_has_not_begun() -> None:
+    async with serving() as stage:
+        await stage.receive(data(ONE, 0, 1, 2, 3, flags=PREFILL))
+        wrong, right = data(ONE, 3, 7), replace(data(ONE, 3, 4), gen=1)
+        cancel, step = await stage.receive(wrong, Cancel(ONE, EPOCH, 1), right)
+
+        assert isinstance(cancel, Cancel)
+        assert values_of(step) == [5]
+        assert stage.layers.passes == [("prefill", [0]), ("step", [3])]
 
 
 async def test_a_close_that_keeps_nothing_frees_the_cache() -> None:

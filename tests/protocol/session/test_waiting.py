@@ -17,7 +17,7 @@ from meshllm.protocol.session.codec import MAX_POSITION, MAX_ROWS
 from meshllm.protocol.session.entry import Entry
 from meshllm.protocol.session.messages import Blob, Close, DType, Forward, Spent, Tally
 from meshllm.protocol.session.pace import Pace
-from meshllm.protocol.session.stage import MAX_PENDING, Action, Compute, Stage
+from meshllm.protocol.session.stage import MAX_PENDING, Action, Compute, Drop, Stage
 from meshllm.protocol.session.waiting import MAX_DATA_BYTES, PromptQueue, WaitingRoom
 from meshllm.request import FinishReason
 from meshllm.transport.contract import MAX_MESSAGE_BYTES
@@ -121,11 +121,27 @@ class Fed:
             match action:
                 case Compute():
                     self.computing.append(action)
+                case Drop(session):
+                    self.drop(session)
                 case Forward(message):
                     entry = self.entries[message.session]
                     self.take(message.session, [*entry.receive(message, 0.0)])
                 case _:
                     pass
+
+    def drop(self, session: SessionId) -> None:
+        """Forget rows of a session, but those that are being computed: the first ones."""
+        for job in list(self.computing)[1:]:
+            if job.session == session:
+                self.computing.remove(job)
+                self.run(self.stage.dropped(session))
+
+    def start(self, number: int, tokens: int, pace: Pace) -> SessionId:
+        """Begin with a prompt."""
+        name = SessionId(number.to_bytes(16, "big"))
+        self.entries[name] = Entry(task(name, tokens), pace, self.queue)
+        self.take(name, [*self.entries[name].open(0.0)])
+        return name
 
     def compute(self) -> None:
         """Compute what was asked for first."""
@@ -289,3 +305,53 @@ def test_rows_that_are_computed_again_wait_for_their_turn_too(is_step: bool) -> 
     assert isinstance(resume, Forward)
     assert queue.next() == ONE
     assert entry.proceed() == [Embed(0, 0, (7,) * 5, 0, is_step, recomputes=True)]
+
+
+FLOODS = [(8, 1024, 4), (8, 2048, 2), (4, 4096, 4), (8, 512, 16)]
+"""Of prompts that are given up at once: how many, their chunk, and window."""
+
+
+@pytest.mark.parametrize(("prompts", "chunk", "window"), FLOODS)
+def test_prompts_that_were_stopped_leave_their_room_to_others(
+    prompts: int, chunk: int, window: int
+) -> None:
+    room, pace = WaitingRoom(ROW), Pace(chunk=chunk, window=window)
+    fed = feed(room, prompts, 40_960, pace)
+    for name, entry in list(fed.entries.items()):
+        fed.take(name, [*entry.finish(FinishReason.CANCELLED, 0.0)])
+
+    for number in range(100, 100 + prompts):
+        fed.start(number, 40_960, pace)
+    while fed.computing:
+        fed.compute()
+
+    assert fed.most <= room.max_waiting
+
+
+@pytest.mark.parametrize(("prompts", "chunk", "window"), FLOODS)
+def test_prompts_that_are_sent_again_keep_to_the_room(
+    prompts: int, chunk: int, window: int
+) -> None:
+    room = WaitingRoom(ROW)
+    fed = feed(room, prompts, 40_960, Pace(chunk=chunk, window=window))
+
+    for _ in range(3):
+        for name, entry in list(fed.entries.items()):
+            if entry.deadline is not None:
+                fed.take(name, [*entry.expire(entry.deadline)])
+    while fed.computing:
+        fed.compute()
+
+    assert fed.most <= room.max_waiting
+
+
+def test_a_user_who_stops_again_and_again_takes_no_room_of_others() -> None:
+    room, pace = WaitingRoom(ROW), Pace(chunk=4096, window=3)
+    fed = feed(room, 1, 40_960, pace)
+
+    for number in range(100, 180):
+        latest = next(reversed(fed.entries))
+        fed.take(latest, [*fed.entries[latest].finish(FinishReason.CANCELLED, 0.0)])
+        fed.start(number, 40_960, pace)
+
+    assert fed.stage.waiting_bytes <= room.prompt_bytes + 4096 * ROW
