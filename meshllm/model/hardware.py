@@ -5,6 +5,7 @@ import mmap
 import os
 import platform
 import sys
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -23,6 +24,16 @@ _CPU = frozenset(
     )
 )
 """Lines of `/proc/cpuinfo` that tell the kind of the CPU and its features."""
+
+
+@cache
+def cache_bytes() -> int:
+    """Return the size of the last-level cache of a core; 0 if it is unknown."""
+    sizes = [0]
+    for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        with suppress(OSError, ValueError):
+            sizes.append(int(file.read_text().strip().removesuffix("K")) << 10)
+    return max(sizes)
 
 
 @cache

@@ -20,6 +20,7 @@ import meshllm
 from meshllm.model.device import CPU, free_bytes, name_of, wait
 from meshllm.model.files.manifest import config_digest
 from meshllm.model.files.source import Source, stored_dtype
+from meshllm.model.hardware import cache_bytes
 from meshllm.model.json_cache import load_cached, locked, store_cached
 from meshllm.model.kernels.jit import machine
 from meshllm.model.lean import lean
@@ -328,16 +329,17 @@ def _random_shard(
 ) -> Shard:
     """Fill a part of a model on meta with random weights, in the layout of loaded ones.
 
-    Matrices that no CPU cache holds share their memory: each is read from memory all the same.
+    On a CPU, matrices that its cache does not hold share their memory: each is read from there all
+    the same.
     """
     strip(skeleton, part)
     model = skeleton.model
     tile = torch.randn(_TILE, generator=torch.Generator().manual_seed(0)) / 50
     own = [each for each in model.named_parameters() if each[0] not in model.all_tied_weights_keys]
-    large = dict[torch.dtype, Tensor]()
+    large, least = dict[torch.dtype, Tensor](), max(_COLD_BYTES, 2 * cache_bytes())
     for name, parameter in sorted(own, key=lambda each: -each[1].nbytes):  # the largest is first
         owner, _, leaf = name.rpartition(".")
-        dtype, is_large = parameter.dtype, parameter.nbytes >= _COLD_BYTES
+        dtype, is_large = parameter.dtype, device == CPU and parameter.nbytes >= least
         value = large.get(dtype) if is_large else None
         if value is None:
             value = _tiled(parameter.numel(), tile.to(device, dtype))

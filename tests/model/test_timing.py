@@ -161,7 +161,8 @@ def test_random_weights_are_plausible(source: Source) -> None:
 def test_matrices_that_no_cache_holds_share_their_memory(
     source: Source, monkeypatch: pytest.MonkeyPatch, *, is_large: bool
 ) -> None:
-    monkeypatch.setattr(module, "_COLD_BYTES", 1 if is_large else 1 << 30)
+    monkeypatch.setattr(module, "_COLD_BYTES", 1)
+    monkeypatch.setattr(module, "cache_bytes", lambda: 0 if is_large else 1 << 30)
     skeleton = build(source.config, torch.float32)
 
     shard = module._random_shard(skeleton, Part(Span(0, 1), embed=False, head=False))

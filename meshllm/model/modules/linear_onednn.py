@@ -7,8 +7,9 @@ blocks and reorders them on the fly, for every token; a copy that is packed once
 copy takes as much memory as the weights; their own pages are mapped from the file, are not read
 again, and are reclaimed when memory is short.
 
-Whether that is faster, and gives the same bits, depends on the CPU and the shape. So a probe of
-each shape is tried once per process, and either all matrices of that shape are replaced or none.
+Whether that is faster, and gives the same bits, depends on the CPU and the shape. So each shape is
+tried once per process, the bits by a small probe and the time by a matrix that is read from memory,
+and either all matrices of that shape are replaced or none.
 """
 
 import time
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshllm.model.device import is_out_of_memory
 from meshllm.model.modules.linear_bf16 import has_native
 from meshllm.model.modules.probe import MOST_ROWS, probe_matrix, probe_outputs
 from meshllm.model.pauses import pause
@@ -27,8 +29,10 @@ SMALLEST = 1 << 18  # values; a smaller matrix fits in the CPU cache anyway
 ROWS = (1, 2, 5, 8, 17, MOST_ROWS)
 """Numbers of rows to compare: of a token, a draft and a prompt, even and odd."""
 GAIN = 0.9  # of the time; a smaller gain is not worth the memory of a copy
-CLEAR_GAIN = 0.5  # of the time; one trial shows it
+CLEAR_GAIN = 0.5  # of the time; two trials show it
 TRIALS = 5
+_TIMED = 1 << 25  # values of a matrix that is timed: of a larger one, its first outputs
+_COLD_BYTES = 64 << 20  # written before each time; the last-level cache of most machines is smaller
 
 Apply = Callable[[Tensor], Tensor]
 
@@ -68,8 +72,7 @@ def replace_linears(model: nn.Module, skip: Collection[str] = (), *, exact: bool
         if any(f"{name}.".startswith(f"{outer}.") for outer in skip):
             continue
         pause()
-        outputs, inputs = plain.weight.shape
-        kind = probe_outputs(outputs, inputs), inputs, plain.weight.dtype, torch.get_num_threads()
+        kind = *plain.weight.shape, plain.weight.dtype, torch.get_num_threads()
         has_bias = plain.bias is not None
         if (exact or not has_native(plain)) and _gains(*kind, has_bias=has_bias):
             model.set_submodule(name, PackedLinear(plain))
@@ -85,8 +88,10 @@ def keeps_bits(
     probe, x = probe_matrix(nn.Linear(inputs, outputs, has_bias, device="meta", dtype=dtype))
     try:
         return same_bits(probe, PackedLinear(probe), x)
-    except (RuntimeError, AttributeError):  # this CPU, or this build of torch, has no kernel
-        return False
+    except (RuntimeError, AttributeError) as error:
+        if is_out_of_memory(error):
+            raise
+        return False  # this CPU, or this build of torch, has no kernel
 
 
 @torch.inference_mode()
@@ -98,22 +103,28 @@ def same_bits(one: Apply, other: Apply, x: Tensor) -> bool:
 
 def is_faster(one: Apply, other: Apply, x: Tensor) -> bool:
     """Whether the second of two modules takes at most `GAIN` of the time of the first."""
-    theirs, mine = _seconds(one, x), _seconds(other, x)
-    if mine <= CLEAR_GAIN * theirs:
-        return True
-    times = [(_seconds(one, x), _seconds(other, x)) for _ in range(1, TRIALS)]
-    return min(mine, *(each for _, each in times)) <= GAIN * min(
-        theirs, *(each for each, _ in times)
-    )
+    cold, theirs, mine = torch.empty(_COLD_BYTES, dtype=torch.uint8), list[float](), list[float]()
+    while len(theirs) < TRIALS:
+        for apply, times in ((one, theirs), (other, mine)):
+            cold.fill_(len(times))
+            times.append(_seconds(apply, x))
+        if len(theirs) > 1 and max(mine) <= CLEAR_GAIN * min(theirs):
+            break
+    return min(mine) <= GAIN * min(theirs)
 
 
 @cache
 def _gains(outputs: int, inputs: int, dtype: torch.dtype, threads: int, *, has_bias: bool) -> bool:
     """Whether packed copies of this shape give the same bits, faster."""
-    if not keeps_bits(outputs, inputs, dtype, threads, has_bias=has_bias):
+    probed = probe_outputs(outputs, inputs)
+    if not keeps_bits(probed, inputs, dtype, threads, has_bias=has_bias):
         return False
-    probe, x = probe_matrix(nn.Linear(inputs, outputs, has_bias, device="meta", dtype=dtype))
-    return is_faster(probe, PackedLinear(probe), x[:1])
+    timed = min(outputs, max(1, _TIMED // inputs))
+    plain = nn.Linear(inputs, timed, has_bias, device="meta", dtype=dtype)
+    plain.weight = nn.Parameter(torch.full((timed, inputs), 0.01, dtype=dtype))
+    if has_bias:
+        plain.bias = nn.Parameter(torch.zeros(timed, dtype=dtype))
+    return is_faster(plain, PackedLinear(plain), torch.ones(1, inputs, dtype=dtype))
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:

@@ -173,9 +173,14 @@ def test_a_shape_is_tried_once_by_a_probe_of_bounded_size(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(
     ("seconds", "calls", "is_faster"),
-    [([1.0, 0.5], 2, True), ([1.0, 0.8] * 5, 10, True), ([1.0, 0.95] * 5, 10, False)],
+    [
+        ([1.0, 0.5] * 2, 4, True),
+        ([9.0, 1.0, *([1.0, 0.95] * 4)], 10, False),  # another program ran in the first trial
+        ([1.0, 0.8] * 5, 10, True),
+        ([1.0, 0.95] * 5, 10, False),
+    ],
 )
-def test_a_clear_gain_needs_one_trial(
+def test_a_clear_gain_needs_two_trials(
     seconds: list[float], calls: int, is_faster: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times = list(seconds)
@@ -198,6 +203,21 @@ def test_a_cpu_without_the_kernel_keeps_the_plain_module(
     replace_linears(model)
 
     assert type(model[0]) is nn.Linear
+
+
+def test_a_lack_of_memory_says_nothing_of_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: nn.Linear) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    with monkeypatch.context() as short:
+        short.setattr(module, "PackedLinear", refuse)
+        with pytest.raises(RuntimeError, match="can't allocate memory"):
+            replace_linears(nn.Sequential(linear()))
+    before = module.keeps_bits.cache_info().currsize
+
+    replace_linears(nn.Sequential(linear()))
+
+    assert module.keeps_bits.cache_info().currsize == before + 1
 
 
 @pytest.mark.usefixtures("always")
