@@ -19,34 +19,11 @@ from transformers import (
 from meshllm.errors import ModelError
 from meshllm.model.capacity import UNLIMITED, shape_of
 from meshllm.model.files.source import Source, open_folder
-from meshllm.model.shape import (
-    ModelShape,
-    cache_cost,
-    free_memory,
-    mean_kv_bytes,
-    reclaim,
-    workspace_bytes,
-)
+from meshllm.model.shape import cache_cost, free_memory, mean_kv_bytes, reclaim, workspace_bytes
 from meshllm.model.steps.load import load_shard
 from meshllm.names import Quant, Span
 from meshllm.testing.models import tiny_model
-
-NOWHERE = Path("/nonexistent")  # nothing is read
-
-
-def qwen3_sized() -> ModelShape:
-    config = LlamaConfig(
-        vocab_size=151_936,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=40_960,
-        tie_word_embeddings=True,
-    )
-    return shape_of(Source("big", NOWHERE, config), torch.bfloat16)
+from tests.builders.sized_shapes import NOWHERE, qwen3_sized
 
 
 def test_the_parts_of_a_published_size_add_up() -> None:

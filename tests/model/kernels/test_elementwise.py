@@ -4,26 +4,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from meshllm.model.kernels import jit
 from meshllm.model.kernels.elementwise import SOURCE, TARGET, copy_lines
 from meshllm.model.kernels.jit import FIELDS
 from meshllm.model.kernels.program import Program
 from meshllm.model.steps.lowering import calls_for
-
-aten = torch.ops.aten
-HALF, FLOAT = torch.bfloat16, torch.float32
+from tests.builders.operands import FLOAT, HALF, aten, draw
 
 pytestmark = pytest.mark.skipif(
     not jit.jit_available(), reason="executable memory is forbidden here"
 )
-
-
-def draw(*shape: int, dtype: torch.dtype = HALF, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    size = torch.randint(-8, 8, shape, generator=generator)
-    return (torch.randn(shape, generator=generator) * 2.0**size).to(dtype)
 
 
 def check(function: Any, *args: Any, **kwargs: Any) -> None:
@@ -94,28 +85,6 @@ def test_copies_are_those_of_torch() -> None:
     check(aten.cat.default, [-x[..., 32:], x[..., :32]], -1)
     check(aten.cat.default, [x, draw(1, 2, 8, 64, seed=1)], 1)
     check(aten.cat.default, [x[0, 0, 0], x[0, 0, 1]])
-
-
-OTHERS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
-    "integers": (aten.mul.Tensor, (torch.ones(4, dtype=torch.int64), 2), {}),
-    "a number of another dtype": (aten.add.Tensor, (draw(4), draw(dtype=FLOAT)), {}),
-    "a factor": (aten.add.Tensor, (draw(4), draw(4)), {"alpha": 2}),
-    "powers of a number": (aten.pow.Scalar, (2, draw(4)), {}),
-    "float32": (aten.silu.default, (draw(4, dtype=FLOAT),), {}),
-    "unknown": (aten.cos.default, (draw(4),), {}),
-    "many dimensions": (aten.clone.default, (draw(2, 3, 4, 5, 6).permute(4, 2, 0, 3, 1),), {}),
-    "nothing": (aten.neg.default, (draw(0),), {}),
-    "two results": (aten.topk.default, (draw(4), 2), {}),
-}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_unsupported_operations_are_left_to_torch(name: str) -> None:
-    function, args, kwargs = OTHERS[name]
-    result = function(*args, **kwargs)
-
-    outs = [result] if isinstance(result, Tensor) else list(result)
-    assert calls_for(function, args, kwargs, [each.contiguous() for each in outs]) is None
 
 
 def test_lines_are_copied_to_an_address_set_later() -> None:

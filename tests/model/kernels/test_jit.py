@@ -2,14 +2,12 @@
 
 import ctypes
 import json
-import math
 import os
 import platform
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from torch import Tensor
 from meshllm.model import json_cache
 from meshllm.model.kernels import attention as native_attention
 from meshllm.model.kernels import gemm_int8, jit, rms_norm, softmax
-from meshllm.model.kernels.ir import FLOAT, HALF, INT, LANES, Code, bits_of, float_of
+from meshllm.model.kernels.ir import INT, Code
 from meshllm.model.kernels.jit import CLAIMED, FINISHED, RUN, JitFunction
 from meshllm.model.kernels.machine_code import CodeImage
 from meshllm.model.kernels.program import Call, Program
@@ -413,56 +411,6 @@ def test_invalid_ir_is_not_compiled() -> None:
 
     with pytest.raises(RuntimeError, match="does not dominate all uses"):
         JitFunction(("*to", "what"), write)
-
-
-@cache
-def unary(name: str) -> JitFunction:
-    """Compile a method of `Code` over vectors."""
-
-    def write(code: Code, fields: Mapping[str, ir.Value], block: ir.Value, _: ir.Value) -> None:
-        at = code.do.mul(block, code.index(LANES))
-        if name == "narrow":
-            value = code.narrow(code.load(FLOAT, fields["from"], at, LANES))
-            code.store(HALF, value, fields["to"], at)
-        else:
-            value = code.widen(code.load(HALF, fields["from"], at, LANES))
-            code.store(FLOAT, value, fields["to"], at)
-
-    return JitFunction(("*from", "*to"), write)
-
-
-def test_rounding_is_that_of_torch() -> None:
-    drawn = torch.randint(-(2**31), 2**31 - 1, (1 << 16,)).to(torch.int32).view(torch.float32)
-    values = torch.cat([drawn[drawn.isfinite()][: 1 << 15], torch.zeros(LANES)])
-    values[-LANES:-6] = torch.tensor(
-        [0.0, -0.0, math.inf, -math.inf, 1 + 2**-8, 1 + 3 * 2**-8, 1e-45, -1e-40, 3.4e38, 1.0]
-    )
-    narrow, wide = torch.empty(len(values), dtype=torch.bfloat16), torch.empty(len(values))
-
-    unary("narrow")(len(values) // LANES, 1, values.data_ptr(), narrow.data_ptr())
-    unary("widen")(len(values) // LANES, 1, narrow.data_ptr(), wide.data_ptr())
-
-    assert torch.equal(narrow.view(torch.int16), values.bfloat16().view(torch.int16))
-    assert torch.equal(wide.view(torch.int32), values.bfloat16().float().view(torch.int32))
-
-
-def test_nan_stays_nan() -> None:
-    values, narrow = torch.full((LANES,), math.nan), torch.zeros(LANES, dtype=torch.bfloat16)
-
-    unary("narrow")(1, 1, values.data_ptr(), narrow.data_ptr())
-
-    assert narrow.isnan().all()
-
-
-def test_a_number_is_passed_by_its_bits() -> None:
-    def write(code: Code, fields: Mapping[str, ir.Value], block: ir.Value, _: ir.Value) -> None:
-        code.store(FLOAT, float_of(code, fields["number"]), fields["to"], block)
-
-    function, to = JitFunction(("*to", "number"), write), torch.zeros(1)
-
-    for number in (0.1, -0.5, -math.inf, 1e-40):
-        function(1, 1, to.data_ptr(), bits_of(number))
-        assert to.item() == torch.tensor(number).item()
 
 
 def computed() -> list[Tensor]:

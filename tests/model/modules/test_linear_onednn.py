@@ -13,6 +13,7 @@ from meshllm.model.modules.probe import probe_matrix, probe_outputs
 from meshllm.model.steps.load import load_shard
 from meshllm.names import Span
 from meshllm.testing.models import stock_model, tiny_model
+from tests.builders.linears import linear
 
 
 @pytest.fixture(autouse=True)
@@ -25,10 +26,6 @@ def _copies_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for each in tried:
         each.cache_clear()
-
-
-def linear(outputs: int = 512, inputs: int = 512, *, bias: bool = False) -> nn.Linear:
-    return nn.Linear(inputs, outputs, bias, dtype=torch.bfloat16)
 
 
 def copy_of(plain: nn.Linear) -> PackedLinear:
@@ -85,15 +82,6 @@ def test_another_summation_order_is_detected() -> None:
 
     assert same_bits(plain, plain, x)
     assert not same_bits(plain, lambda rows: other(rows[..., order]), x)
-
-
-def test_a_probe_has_the_shape_of_the_module() -> None:
-    plain, x = probe_matrix(linear(8, 7, bias=True))
-
-    assert plain.weight.shape == (8, 7)
-    assert plain.bias is not None
-    assert x.shape == (max(module.ROWS), 7)
-    assert plain(x).abs().max() < 1e-3
 
 
 @pytest.mark.usefixtures("always")

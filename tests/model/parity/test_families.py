@@ -16,10 +16,8 @@ from meshllm.model.parity.families import (
     text_types,
     tiny_config,
 )
-from meshllm.model.parity.verdict import Verdict, known_verdicts, measured_verdicts
+from meshllm.model.parity.verdict import known_verdicts, measured_verdicts
 from tests.bench.families import render
-
-EQUAL = Verdict("llama", equal=True, reason="", whole=True)
 
 
 @pytest.fixture(scope="module")
@@ -46,16 +44,6 @@ def test_the_data_has_no_unknown_type(table: FamilyTable) -> None:
 
 def test_the_written_verdicts_cover_every_text_type(table: FamilyTable) -> None:
     assert sorted(measured_verdicts()) == text_types(table)
-
-
-def test_at_least_115_types_are_equal() -> None:
-    equal = [name for name, known in measured_verdicts().items() if known.equal and ":" not in name]
-
-    assert len(equal) >= 115
-
-
-def test_every_refused_type_says_why() -> None:
-    assert all(known.reason for known in measured_verdicts().values() if not known.equal)
 
 
 def test_every_registered_type_has_a_verdict(table: FamilyTable) -> None:
@@ -146,24 +134,3 @@ def test_shrinking_a_wrapper_gives_its_text_model(table: FamilyTable) -> None:
     real.text_config = JambaConfig()
 
     assert shrink(real, table).model_type == "jamba"
-
-
-@pytest.mark.parametrize("members", [1, 3])
-def test_an_equal_type_runs_in_any_ring(members: int) -> None:
-    EQUAL.require(members)
-
-
-def test_a_type_that_only_runs_whole_says_so() -> None:
-    verdict = replace(EQUAL, equal=False, reason="logits differ")
-
-    verdict.require(1)
-    with pytest.raises(ModelError, match=r"`llama` cannot be split: logits differ") as caught:
-        verdict.require(2)
-    assert caught.value.hint == "run it whole with `--nodes 1`"
-
-
-def test_a_type_that_differs_whole_is_refused_everywhere() -> None:
-    verdict = replace(EQUAL, equal=False, whole=False, reason="no list of layers")
-
-    with pytest.raises(ModelError, match="no list of layers"):
-        verdict.require(1)

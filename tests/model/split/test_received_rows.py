@@ -12,7 +12,7 @@ from meshllm.model.split.received_rows import ReceivedRows
 from meshllm.model.split.session_cache import SessionCache
 from meshllm.model.steps.runner import SpanRunner
 from meshllm.names import Span
-from tests.model.split.test_session_cache import TOKENS, span_runner
+from tests.builders.pieces import TOKENS, span_runner
 
 COUNT = TOKENS.shape[1]
 STEP = TOKENS[:, :1]

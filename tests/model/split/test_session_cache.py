@@ -12,12 +12,11 @@ from meshllm.model.files.source import Source, resolve
 from meshllm.model.split.kv_cache import SpanCache
 from meshllm.model.split.received_rows import ReceivedRows
 from meshllm.model.split.session_cache import SentRows, SessionCache
-from meshllm.model.steps.load import load_shard
-from meshllm.model.steps.runner import Runner, SpanRunner
+from meshllm.model.steps.runner import SpanRunner
 from meshllm.names import Span
+from tests.builders.pieces import TOKENS, runner_of, span_runner
 
 WIDTH = 4
-TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3]])
 
 
 def rows_of(start: int, stop: int) -> Tensor:
@@ -176,15 +175,6 @@ def test_rows_of_a_dropped_session_make_room(empty: SessionCache) -> None:
         assert recorded(cache, 0, 1) == [0]
         assert sent.bytes == empty.sent_bytes
         del cache
-
-
-def runner_of(llama: Source, span: Span) -> Runner:
-    return Runner(load_shard(llama, span, embed=span.start == 0, head=span.stop == 6))
-
-
-def span_runner(source: Source, *spans: str) -> SpanRunner:
-    pieces = [runner_of(source, Span.parse(span)) for span in spans]
-    return SpanRunner(pieces, SentRows(1 << 30))
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import logging
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,19 +14,11 @@ from meshllm.model.files.source import Source
 from meshllm.model.split.shard import Shard
 from meshllm.model.steps import lm_head as head
 from meshllm.model.steps.lm_head import BLOCK, LEAST, LEAST_OUTPUTS, find_parts, parts_of
-from meshllm.model.steps.load import load_shard
 from meshllm.model.steps.runner import Runner
-from meshllm.names import Quant, Span
+from meshllm.names import Quant
 from meshllm.protocol.drafting.window import STEPS
 from meshllm.testing.models import tiny_model
-
-LAYERS, VOCABULARY = 6, 128
-PARTS = range(64), range(64, VOCABULARY)
-
-
-def head_of(source: Source, outputs: range | None, **options: Any) -> Shard:
-    end = Span(LAYERS, LAYERS)
-    return load_shard(source, end, embed=False, head=True, outputs=outputs, **options)
+from tests.builders.lm_heads import PARTS, VOCABULARY, head_of
 
 
 def rows_for(source: Source, count: int = 5) -> Tensor:
@@ -94,14 +85,6 @@ def test_parts_have_the_logits_of_the_whole(
             given = [part.step(x[:, :rows], None) for part in parts]
             assert [part.shape[-1] for part in given] == [64, 64]
             assert torch.equal(torch.cat(given, -1), whole.step(x[:, :rows], None))
-
-
-def test_a_tied_embedding_stays_whole(tmp_path: Path) -> None:
-    source = tiny_model(tmp_path, "qwen3")
-    shard = head_of(source, PARTS[1])
-
-    assert shard.model.get_output_embeddings().weight.shape == (64, 64)
-    assert shard.model.get_input_embeddings().weight.shape[0] in {0, VOCABULARY}
 
 
 def test_a_head_cast_on_load_is_not_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from meshllm.model.kernels import jit
-from meshllm.model.modules.linear_onednn import PackedLinear
 from meshllm.model.split.kv_cache import SpanCache
-from meshllm.model.steps import compiled_step, replay
-from meshllm.model.steps.compiled_step import CompiledStep
+from meshllm.model.steps import replay
 from meshllm.model.steps.execution import Strategy
-from meshllm.model.steps.load import load_shard
 from meshllm.model.steps.replay import CHECKS, MOST_TRIES, SETTLED, Replay, _State
 from meshllm.model.steps.runner import Runner
-from meshllm.model.steps.strategies import ReplayedSteps
-from meshllm.model.steps.trace import Op
 from meshllm.names import Quant, Span
-from meshllm.testing.models import tiny_model
-from tests.model.invariance import require_row_invariant
+from tests.builders.replayed import check_replay, filled, forget, ids, runner_of, steps_of, tape_of
 
 FAMILIES = (
     "llama", "qwen3", "mistral", "gemma3_text", "gpt2", "phi3", "olmo2", "granite", "opt",
@@ -35,51 +28,9 @@ FAMILIES = (
 pytestmark = pytest.mark.skipif(not jit.jit_available(), reason="no memory becomes executable here")
 
 
-def runner_of(
-    folder: Path, family: str = "qwen3", quant: Quant = Quant.NONE, **parts: Any
-) -> Runner:
-    source = tiny_model(folder, family, dtype=torch.bfloat16)
-    parts = parts or {"span": Span(0, source.config.num_hidden_layers), "embed": True, "head": True}
-    runner = Runner(load_shard(source, quant=quant, **parts), (2, 3, 5, 9))
-    require_row_invariant(runner)
-    return runner
-
-
-def ids(count: int, seed: int = 0) -> Tensor:
-    return torch.randint(3, 90, (1, count), generator=torch.Generator().manual_seed(seed))
-
-
-def filled(runner: Runner, length: int, seed: int = 0) -> SpanCache:
-    cache = runner.new_cache()
-    runner.prefill(ids(length, seed), cache)
-    return cache
-
-
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     own = [each for each in caplog.records if each.name == replay.__name__]
     return [each.getMessage() for each in own if each.levelno == logging.WARNING]
-
-
-def steps_of(runner: Runner) -> ReplayedSteps:
-    assert isinstance(runner.steps, ReplayedSteps)
-    return runner.steps
-
-
-def forget(runner: Runner) -> None:
-    """Make a runner run all steps eagerly."""
-    steps = steps_of(runner)
-    runner.step, runner.step_many = steps.inner.step, steps.inner.step_many
-
-
-def check_replay(runner: Runner) -> None:
-    """Compare replayed steps with the same steps run eagerly."""
-    cache, other = filled(runner, 6), filled(runner, 6)
-
-    outputs = [runner.step(ids(1, seed), cache) for seed in range(8)]
-    assert steps_of(runner).replay._states[1, torch.get_num_threads()].checks == CHECKS
-    forget(runner)
-
-    assert all(map(torch.equal, outputs, [runner.step(ids(1, seed), other) for seed in range(8)]))
 
 
 def count_forwards(runner: Runner) -> list[int]:
@@ -176,53 +127,6 @@ def test_batched_sessions_are_replayed(tmp_path: Path) -> None:
     assert all(map(torch.equal, recorded, plain))
     assert all(map(torch.equal, again, plain))
     assert taken == 3  # prompts
-
-
-def tape_of(runner: Runner, rows: int) -> CompiledStep:
-    """Return the compiled step of ``rows`` rows."""
-    compiled = steps_of(runner).replay._states[rows, torch.get_num_threads()].compiled
-    assert compiled is not None
-    return compiled
-
-
-def test_least_recently_used_plans_are_evicted(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("meshllm.model.steps.compiled_step.MOST_PLANS", 2)
-    runner = runner_of(tmp_path)
-    caches = [filled(runner, 4 + at) for at in range(3)]
-
-    for rows in [(1, 1, 1)] * (SETTLED + 1) + [(2, 1), (1, 1, 1), (3,)]:
-        runner.step_many([ids(count) for count in rows], caches[: len(rows)])
-
-    assert list(tape_of(runner, 3)._plans) == [(1, 1, 1), (3,)]
-
-
-def test_the_order_of_sessions_needs_no_plan_of_its_own(tmp_path: Path) -> None:
-    runner, sessions = runner_of(tmp_path), range(6)
-    orders = [tuple(1 + (at in two) for at in sessions) for two in combinations(sessions, 2)]
-
-    def run() -> list[Tensor]:
-        caches = [filled(runner, 4 + at, at) for at in sessions]
-        return [
-            each
-            for number, rows in enumerate(orders)
-            for each in runner.step_many(
-                [ids(count, number + at) for at, count in enumerate(rows)], caches
-            )
-        ]
-
-    first, plans = run(), tape_of(runner, 8)._plans
-    (plan,) = plans.values()
-    again = run()
-    forget(runner)
-    plain = run()
-
-    assert len(orders) == 15
-    assert list(plans) == [(2, 2, 1, 1, 1, 1)]
-    assert plans[2, 2, 1, 1, 1, 1] is plan
-    assert all(map(torch.equal, first, plain))
-    assert all(map(torch.equal, again, plain))
 
 
 @pytest.mark.parametrize("part", ["front", "middle", "back", "head"])
@@ -563,37 +467,6 @@ def test_a_failed_trace_loses_no_step(tmp_path: Path, monkeypatch: pytest.Monkey
     assert all(map(torch.equal, outputs, [runner.step(ids(1, seed), other) for seed in range(4)]))
 
 
-def test_all_values_are_compared_once_per_machine(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(
-        "meshllm.model.steps.compiled_step.private_folder", lambda: tmp_path / "kept"
-    )
-    tried, try_all = list[object](), compiled_step._try_all
-
-    def trying(*what: Any) -> bool:
-        tried.append(what)
-        return try_all(*what)
-
-    monkeypatch.setattr(compiled_step, "_try_all", trying)
-
-    def record() -> int:
-        compiled_step._agrees_on_all.cache_clear()
-        before = len(tried)
-        runner = runner_of(tmp_path / f"model {len(list(tmp_path.iterdir()))}")
-        cache = filled(runner, 4)
-        for _ in range(SETTLED):
-            runner.step(ids(1), cache)
-        return len(tried) - before
-
-    first, again = record(), record()
-    monkeypatch.setattr(torch, "__version__", f"{torch.__version__}.1")
-    changed = record()
-
-    assert first
-    assert (again, changed) == (0, first)
-
-
 def test_ranks_of_one_process_trace_at_the_same_time(tmp_path: Path) -> None:
     runners = [runner_of(tmp_path / str(at)) for at in range(2)]
     both_record = threading.Barrier(2, timeout=60)
@@ -619,40 +492,6 @@ def test_ranks_of_one_process_trace_at_the_same_time(tmp_path: Path) -> None:
     assert all(tape_of(runner, 1) for runner in runners)
 
 
-def test_packed_matrices_stay_with_torch(tmp_path: Path) -> None:
-    runner = runner_of(tmp_path)
-    head = runner.shard.model.lm_head
-    plain = nn.Linear(head.in_features, head.out_features, bias=False, dtype=torch.bfloat16)
-    plain.weight.data.copy_(head.weight)
-    try:
-        runner.shard.model.lm_head = PackedLinear(plain)
-    except RuntimeError:
-        pytest.skip("this processor has no kernel for packed matrices")
-    steps_of(runner).replay = Replay()
-
-    check_replay(runner)
-
-
-def test_an_operation_that_differs_stays_with_torch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tried: list[Any] = []
-
-    def distrust(item: Op) -> bool:
-        tried.append(item.function)
-        return False
-
-    monkeypatch.setattr("meshllm.model.steps.compiled_step._agrees", distrust)
-    runner = runner_of(tmp_path)
-    cache = filled(runner, 6)
-    outputs = [runner.step(ids(1, seed), cache) for seed in range(8)]
-    forget(runner)
-    other = filled(runner, 6)
-
-    assert tried
-    assert all(map(torch.equal, outputs, [runner.step(ids(1, seed), other) for seed in range(8)]))
-
-
 def test_without_compilation_nothing_is_traced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -665,15 +504,3 @@ def test_without_compilation_nothing_is_traced(
         runner.step(ids(1, seed), cache)
 
     assert all(each.compiled is None for each in steps_of(runner).replay._states.values())
-
-
-def test_arena_blocks_are_reused(tmp_path: Path) -> None:
-    runner = runner_of(tmp_path)
-    cache = filled(runner, 6)
-    for seed in range(8):
-        runner.step(ids(1, seed), cache)
-    compiled = steps_of(runner).replay._states[1, torch.get_num_threads()].compiled
-
-    assert compiled is not None
-    places = {offset for offset in compiled._offsets if offset >= 0}
-    assert len(compiled._offsets) > 5 * len(places)

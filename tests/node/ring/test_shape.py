@@ -12,7 +12,7 @@ from meshllm.protocol.planning.plan import Links
 from meshllm.protocol.planning.policies import make_plan
 from meshllm.protocol.planning.problem import HEADROOM_PERCENT, kv_rooms
 from tests.builders.offers import A, B, C, offer
-from tests.model.test_capacity import qwen3_sized
+from tests.builders.sized_shapes import qwen3_sized
 
 MIB = 1 << 20
 
