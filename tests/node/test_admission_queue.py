@@ -7,7 +7,7 @@ from meshllm.names import SessionId
 from meshllm.node.admission_queue import AdmissionQueue
 from meshllm.protocol.kv_cache.admission import Admission
 from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget
-from tests.protocol.kv_cache.test_budget import room
+from tests.builders.rooms import room
 
 A, B, C = (SessionId(name * 16) for name in (b"a", b"b", b"c"))
 

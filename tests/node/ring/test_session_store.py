@@ -17,7 +17,7 @@ from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget
 from meshllm.protocol.kv_cache.prefix_index import PrefixIndex
 from meshllm.protocol.kv_cache.prefix_matching import PrefixCache
 from meshllm.protocol.planning.plan import Ends, Plan, PlanStage
-from tests.protocol.kv_cache.test_budget import room
+from tests.builders.rooms import room
 
 ME, OTHER, THIRD = (NodeId(bytes([number]) * 32) for number in range(3))
 OWN, OTHERS, NEW = (SessionId(name * 16) for name in (b"a", b"b", b"c"))

@@ -25,9 +25,9 @@ from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import Profile, RingShare
 from meshllm.protocol.weights.holders import ABSENT, FETCHES, LACKS, is_bare
 from meshllm.testing.clock import run_virtual
+from tests.builders.agreements import ring
 from tests.builders.offers import A, B, C
 from tests.builders.snapshots import World, charter, profile, weights
-from tests.protocol.agreement.test_agreement import ring
 
 T = TypeVar("T")
 WHOLE = weights()

@@ -18,7 +18,7 @@ from meshllm.protocol.kv_cache.admission import (
 )
 from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget
 from meshllm.protocol.kv_cache.prefix_scope import OWN, OWNERS, PrefixScope
-from tests.protocol.kv_cache.test_budget import room
+from tests.builders.rooms import room
 
 A, B, C, D = (SessionId(name * 16) for name in (b"a", b"b", b"c", b"d"))
 NOW = 1000.0

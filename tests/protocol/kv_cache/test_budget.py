@@ -4,17 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshllm.names import SessionId
-from meshllm.protocol.kv_cache.budget import BLOCK, MAX_TOKENS, KvBudget, Room
+from meshllm.protocol.kv_cache.budget import BLOCK, MAX_TOKENS, KvBudget
+from tests.builders.rooms import room
 
 A, B, C = (SessionId(name * 16) for name in (b"a", b"b", b"c"))
-
-
-def room(blocks: int, *, fixed: int = 0, growth: int = 0, per_token: int = 1) -> Room:
-    """Return a room for this number of blocks of tokens, plus fixed bytes and growth."""
-    return Room(
-        blocks * BLOCK * per_token,
-        lambda tokens: (fixed + tokens * per_token, growth * tokens * per_token),
-    )
 
 
 def test_a_session_reserves_if_it_fits_next_to_the_others() -> None:

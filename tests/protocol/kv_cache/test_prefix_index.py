@@ -15,7 +15,7 @@ from meshllm.protocol.kv_cache.prefix_index import (
     last_chunk_rows,
     prefix_index_for,
 )
-from tests.protocol.kv_cache.test_budget import room
+from tests.builders.rooms import room
 
 A, B, C = (SessionId(name * 16) for name in (b"a", b"b", b"c"))
 

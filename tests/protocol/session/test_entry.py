@@ -5,9 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshllm.errors import UserError
-from meshllm.names import SessionId
-from meshllm.protocol.kv_cache.prefix_index import Chunk, PrefixHit
+from meshllm.protocol.kv_cache.prefix_index import Chunk
 from meshllm.protocol.session.actions import (
     Action,
     Closed,
@@ -19,15 +17,12 @@ from meshllm.protocol.session.actions import (
     Pick,
     Progress,
 )
-from meshllm.protocol.session.blob import seal, session_key
 from meshllm.protocol.session.codec import MAX_POSITION
 from meshllm.protocol.session.entry import Entry, EntryState
 from meshllm.protocol.session.messages import (
-    Blob,
     Cancel,
     Close,
     Data,
-    DType,
     Fault,
     FaultCode,
     Flags,
@@ -42,39 +37,25 @@ from meshllm.protocol.session.messages import (
 from meshllm.protocol.session.pace import Pace
 from meshllm.protocol.session.stage import MAX_PENDING
 from meshllm.request import FinishReason
+from tests.builders.entry import (
+    BASE,
+    EPOCH,
+    LAST_CHUNK,
+    NO_FLAGS,
+    PACE,
+    SESSION,
+    TASK,
+    back,
+    blob,
+    chunk,
+    sent,
+)
 
-SESSION = SessionId(bytes(range(16)))
-EPOCH = 5
-NO_FLAGS = Flags(0)
-LAST_CHUNK = Flags.PREFILL | Flags.NEED_ROW
 TALLIES = (Tally(Spent(10, 2, 1), 1, 100, 5), Tally(Spent(20, 3, 2), 1, 200, 6))
 CANCELLED = FinishReason.CANCELLED
 
-TASK = GenerationTask(
-    SESSION, EPOCH, ring=3, prompt=(11, 12, 13, 14, 15), max_tokens=3, context=64, keep_from=1
-)
-PACE = Pace(chunk=2, window=2, patience_s=10.0, retries=2, close_s=4.0)
-
-
-def chunk(gen: int, pos: int, tokens: tuple[int, ...]) -> Embed:
-    """A chunk of the prompt."""
-    return Embed(gen, pos, tokens, is_step=False)
-
-
-def blob(rows: int) -> Blob:
-    return seal(session_key(SESSION), DType.BFLOAT16, (1, rows, 4), bytes(8 * rows))
-
-
 LONE_STEP = Flags.NEED_ROW | Flags.SETTLED
 """Of a step while nothing is in flight before it."""
-
-
-def sent(pos: int, rows: int, flags: Flags = NO_FLAGS, gen: int = 0) -> Forward:
-    return Forward(Data(SESSION, EPOCH, gen, pos, rows, flags, blob(rows)))
-
-
-def back(pos: int, rows: int, gen: int = 0, row: Blob | None = None) -> Data:
-    return Data(SESSION, EPOCH, gen, pos, rows, NO_FLAGS, row)
 
 
 def decoding() -> Entry:
@@ -451,19 +432,6 @@ def test_a_lost_close_times_out() -> None:
     assert entry.expire(entry.deadline) == [Closed(())]
 
 
-@pytest.mark.parametrize(
-    ("task", "words"),
-    [
-        (replace(TASK, prompt=()), "the prompt has 0, not 1 to 63"),
-        (replace(TASK, context=5), "length is 5 tokens; the prompt has 5, not 1 to 4"),
-        (replace(TASK, max_tokens=0), "at most 0 tokens"),
-    ],
-)
-def test_an_impossible_task_is_refused(task: GenerationTask, words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        Entry(task, PACE)
-
-
 def test_a_cache_that_cannot_be_cropped_is_recomputed_from_the_start() -> None:
     entry = Entry(replace(TASK, prompt=(11, 12, 13), max_crop=0), PACE)
     entry.open(0.0)
@@ -589,7 +557,6 @@ def test_tokens_up_to_the_limit_end_the_answer() -> None:
     assert entry.picked((91, 92, 93), 0.4)[-2:] == [Done(FinishReason.LENGTH), Closed(())]
 
 
-BASE = PrefixHit(SessionId(b"b" * 16), 2, whole=True)
 RESUME = Resume(SESSION, EPOCH, BASE.session, BASE.length, whole=True)
 
 
@@ -1019,25 +986,6 @@ def test_croppable_positions_limit_the_guesses(max_crop: int | None, max_drafts:
 
     assert isinstance(pick, Pick)
     assert pick.max_drafts == max_drafts
-
-
-@pytest.mark.parametrize(
-    ("tokens", "right", "flying"),
-    [
-        ((91, 92, 93), 3, (94,)),
-        ((91, 92, 93, 94), 4, ()),
-        ((91, 92, 77), 2, None),
-        ((77,), 0, None),
-        ((91,), 1, None),
-        ((91, 92, 93, 94, 95), 4, None),
-    ],
-)
-def test_confirmed_guesses_stay_in_flight(
-    tokens: tuple[int, ...], right: int, flying: tuple[int, ...] | None
-) -> None:
-    pick = Pick(0, 3, None, (91, 92), 42, (93, 94))
-
-    assert (pick.right(tokens), pick.flying(tokens)) == (right, flying)
 
 
 def test_in_a_ring_of_one_a_flight_is_one_step() -> None:

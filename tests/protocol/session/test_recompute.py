@@ -31,8 +31,8 @@ from meshllm.protocol.session.stage import (
     Keep,
     Stage,
 )
-from tests.protocol.session import test_entry as e
-from tests.protocol.session import test_stage as s
+from tests.builders import entry as e
+from tests.builders import stage as s
 
 LOST = (Span(4, 8),)
 CHUNKS = (Chunk(2, is_step=False), Chunk(4, is_step=True))

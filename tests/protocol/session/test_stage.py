@@ -5,16 +5,12 @@ from dataclasses import replace
 import pytest
 
 from meshllm.names import SessionId, Span
-from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget
-from meshllm.protocol.kv_cache.prefix_index import RESUME_S, PrefixIndex
-from meshllm.protocol.session.blob import seal, session_key
+from meshllm.protocol.kv_cache.budget import BLOCK
+from meshllm.protocol.kv_cache.prefix_index import RESUME_S
 from meshllm.protocol.session.codec import size
 from meshllm.protocol.session.messages import (
-    Blob,
     Cancel,
     Close,
-    Data,
-    DType,
     Fault,
     FaultCode,
     Flags,
@@ -39,27 +35,20 @@ from meshllm.protocol.session.stage import (
     Keep,
     Stage,
 )
-from tests.protocol.kv_cache.test_budget import room
+from tests.builders.stage import (
+    EPOCH,
+    NO_FLAGS,
+    ONE,
+    SPENT,
+    THREE,
+    TWO,
+    blob,
+    compute,
+    data,
+    shelf_of,
+)
 
-ONE, TWO = SessionId(b"1" * 16), SessionId(b"2" * 16)
-EPOCH = 5
-NO_FLAGS = Flags(0)
 NO_TALLY = Tally(Spent(0, 0, 0), 0, 0, 0)
-SPENT = Spent(compute_us=10, serialise_us=3, queue_us=1)
-
-
-def blob(rows: int) -> Blob:
-    return seal(session_key(ONE), DType.BFLOAT16, (1, rows, 4), bytes(8 * rows))
-
-
-def data(
-    pos: int, rows: int = 1, gen: int = 0, flags: Flags = NO_FLAGS, session: SessionId = ONE
-) -> Data:
-    return Data(session, EPOCH, gen, pos, rows, flags, blob(rows))
-
-
-def compute(pos: int, rows: int, keep: int, session: SessionId = ONE) -> Compute:
-    return Compute(session, pos, rows, keep, blob(rows), is_step=True)
 
 
 def middle() -> Stage:
@@ -626,12 +615,7 @@ def test_a_session_that_computes_is_not_idle() -> None:
     assert stage.expire(1000.0) == []
 
 
-THREE = SessionId(b"3" * 16)
 RESUME = Resume(TWO, EPOCH, ONE, 3, whole=True)
-
-
-def shelf_of(blocks: int, most_bytes: int | None = None, idle_s: float = 600.0) -> PrefixIndex:
-    return PrefixIndex(KvBudget([room(blocks)]), most_bytes, idle_s=idle_s)
 
 
 def shelved(blocks: int = 1000, kv_len: int = 4) -> Stage:
