@@ -317,6 +317,7 @@ def test_every_folder_of_tests_mirrors_a_package() -> None:
 SLEEPS = {
     "builders/fake_ring.py": "paces an answer without end, until it is cancelled",
     "builders/waiting.py": "polls what tells of no change, without a bound",
+    "builders/weight_nodes.py": "in virtual time: `node/weights/conftest.py` runs its nodes",
     "node/requests/test_peer_requests.py": "in virtual time: `World.run` runs its helper",
     "node/test_event_loop.py": "stops a process for some time, and longer if that was too short",
     "plugins/quic/stranger.py": "in virtual time: on the clock of its network",

@@ -53,7 +53,7 @@ from meshllm.testing.clock import run_virtual
 from tests.bench.chaos import ids_of, random_model
 from tests.bench.report import Report, parser_of
 from tests.builders.offers import A, B, C
-from tests.node.ring.test_runtime import Place, World, at_work, plan_of, until
+from tests.builders.ring_world import Place, World, at_work, plan_of, until
 
 LAYERS = Span(4, 8)
 PROMPT_ROWS = 1024  # of a chunk

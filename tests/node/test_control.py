@@ -1,101 +1,22 @@
 """The status and the commands of a node."""
 
 import asyncio
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from meshllm.errors import Busy, MeshError, UserError
-from meshllm.names import NodeId, short, show
-from meshllm.node.control import MAX_LASTS_S, NodeControl
-from meshllm.node.options import ModelOptions
-from meshllm.node.report import mesh_status
+from meshllm.names import short, show
+from meshllm.node.control import MAX_LASTS_S
 from meshllm.node.requests.peer_requests import MAX_PER_CLIENT
-from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.client_quota import MAX_TOKENS_PER_DAY
 from meshllm.protocol.membership.records import MAX_REVOKED
-from meshllm.protocol.trust.credential import ClientLimits, Removal, Role
-from meshllm.request import Event, Piece, Request
-from meshllm.status import (
-    Change,
-    MemoryStatus,
-    MeshStatus,
-    Named,
-    NodeState,
-    NodeStatus,
-    PlannedRing,
-    PlanTerms,
-    RingState,
-    RingStatus,
-    Unplaced,
-)
-from tests.builders.snapshots import charter
-from tests.builders.view import KEYS, A, B, C, D, plan_of, view_of
-
-
-class Owned:
-    """A node that records the commands."""
-
-    def __init__(self) -> None:
-        self.view = view_of()
-        self.invited: list[tuple[Role, float | None, int | None]] = []
-        self.expelled: list[Removal] = []
-        self.is_full = False
-        self.asked: list[ModelOptions] = []
-        self.stopped: list[str] = []
-        self.revoked: tuple[bytes, ...] = ()
-        self.control = NodeControl(
-            lambda: self.view, KEYS[0], self.invite, self.expel, self.revoke, self.changes,
-            self.answer, self.measure, self.add_model, self.stopped.append,
-        )  # fmt: skip
-
-    async def invite(
-        self, role: Role, lasts_s: float | None, uses: int | None, limits: ClientLimits
-    ) -> str:
-        self.invited.append((role, lasts_s, uses))
-        self.limits = limits
-        return "ticket"
-
-    async def add_model(self, asked: ModelOptions) -> Charter:
-        self.asked.append(asked)
-        return charter()
-
-    async def expel(self, removal: Removal) -> None:
-        self.expelled.append(removal)
-        if not self.is_full:
-            self.view = replace(self.view, removed=(removal.node,))
-
-    def revoke(self, tags: tuple[bytes, ...]) -> None:
-        self.revoked = tags
-
-    async def changes(self) -> AsyncGenerator[None, None]:
-        while True:
-            yield
-
-    async def answer(self, request: Request) -> AsyncGenerator[Event, None]:
-        yield Piece(request.raw or "")
-
-    async def measure(self) -> MemoryStatus:
-        return MemoryStatus()
-
-    def see(self, **changes: Any) -> None:
-        self.view = replace(self.view, **changes)
-
-    def status(self) -> MeshStatus:
-        return mesh_status(self.view, MemoryStatus())
-
-    def ring(self) -> RingStatus:
-        return self.status().ring
-
-    def of(self, node: NodeId) -> NodeStatus:
-        (found,) = (each for each in self.status().nodes if each.node == show(node))
-        return found
-
-    def state(self, node: NodeId) -> tuple[NodeState, str]:
-        return self.of(node).state, self.of(node).reason
+from meshllm.protocol.trust.credential import ClientLimits, Role
+from meshllm.request import Piece, Request
+from meshllm.status import Change, Named, NodeState, PlannedRing, PlanTerms, RingState, Unplaced
+from tests.builders.owned import Owned
+from tests.builders.view import A, B, C, D, plan_of, view_of
 
 
 @pytest.fixture

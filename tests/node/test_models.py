@@ -31,9 +31,9 @@ from meshllm.protocol.agreement.group_table import Sizes
 from meshllm.protocol.agreement.groups import REFUSES, NodeGroups, groups_in, groups_of
 from meshllm.request import Answer, Request
 from meshllm.status import RingState, ServedRing
+from tests.builders.node_mesh import PATIENCE_S, Mesh, report_of, until
 from tests.builders.own_cache import own_cache
 from tests.builders.waiting import until as condition
-from tests.node.test_node import PATIENCE_S, Mesh, report_of, until
 
 PROMPT = Request(raw="A ring is", max_tokens=8)
 

@@ -34,14 +34,12 @@ from meshllm.node.membership import state_store
 from meshllm.node.membership.saved_records import restore_records
 from meshllm.node.membership.state_store import StateStore
 from meshllm.node.net.endpoints import Endpoints
-from meshllm.node.node import MeshNode, open_node
+from meshllm.node.node import MeshNode
 from meshllm.node.options import InferenceConfig, ModelOptions
 from meshllm.node.preparation import Preparation
 from meshllm.node.provider import EngineClient, Provider
 from meshllm.node.provider import provider as provider_module
-from meshllm.node.report import mesh_status
 from meshllm.node.ring.local_ring import RingOptions, open_local_ring
-from meshllm.node.ring.memory import measure
 from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.node.ring.runtime import RingRuntime
 from meshllm.node.ring.span_loader import LoadedSpan, RankPart, SpanLoader
@@ -51,65 +49,24 @@ from meshllm.protocol.membership.records import Profile
 from meshllm.protocol.planning.plan import Standby
 from meshllm.protocol.trust.credential import Role
 from meshllm.request import Answer, Piece, Request
-from meshllm.status import MeshStatus, RingState
+from meshllm.status import RingState
 from meshllm.strict_json import WrongField
 from meshllm.transport.contract import Listener
 from meshllm_loopback import LoopbackTransport
 from tests.builders.disk_threads import note_threads
 from tests.builders.fake_engine import FakeEngine, serving
-from tests.builders.node_options import node_options
+from tests.builders.node_mesh import PATIENCE_S, Mesh, report_of, until
 from tests.builders.waiting import timers_fired
 from tests.builders.waiting import until as condition
 
 QUESTION = Request(turns=({"role": "user", "content": "What is a ring?"},))
-PATIENCE_S = 120.0
 _REFERENCE = list[str]()  # the answer to the question, once it is known
-
-
-class Mesh:
-    """Nodes over one loopback network, on one compute thread."""
-
-    def __init__(self, folder: Path, stack: AsyncExitStack, worker: Worker) -> None:
-        self.folder = folder
-        self.network = LoopbackTransport()
-        self.worker = worker
-        self._stack = stack
-        self._lives: dict[str, AsyncExitStack] = {}
-
-    async def start(self, name: str, provider: Provider | None = None, **wishes: Any) -> MeshNode:
-        options = node_options(self.folder / name, name=name, threads=1, discovery=False, **wishes)
-        life = self._lives[name] = await self._stack.enter_async_context(AsyncExitStack())
-        opened = open_node(options, self.network, self.worker, provider=provider)
-        return await life.enter_async_context(opened)
-
-    async def kill(self, name: str) -> None:
-        await self._lives.pop(name).aclose()
 
 
 @pytest.fixture
 async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
     async with compute_thread() as worker, AsyncExitStack() as stack:
         yield Mesh(tmp_path, stack, worker)
-
-
-async def until(claim: Callable[[], bool], node: MeshNode) -> None:
-    """Wait for changes of a node until the claim holds."""
-    try:
-        async with asyncio.timeout(PATIENCE_S):
-            async for _ in node.state.changes():
-                if claim():
-                    return
-    except TimeoutError:
-        status = report_of(node)
-        rings = [(each.model, each.replica, each.state, each.reason) for each in status.rings]
-        nodes = [(each.name, each.state, each.reason) for each in status.nodes]
-        about = f"{node.name}: {status.ring.reason!r}, {rings}, {nodes}"
-        told = "a change was not told" if claim() else "the claim does not hold"
-        raise AssertionError(f"{told} after {PATIENCE_S:.0f} s; {about}") from None
-
-
-def report_of(node: MeshNode) -> MeshStatus:
-    return mesh_status(node.view(), measure(node.state.ranks, node.state.held))
 
 
 def spans(node: MeshNode) -> list[str]:

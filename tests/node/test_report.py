@@ -27,9 +27,9 @@ from meshllm.status import (
     Unplaced,
 )
 from tests.builders.fake_ring import answer_of
+from tests.builders.owned import Owned
 from tests.builders.snapshots import CONFIG, charter
 from tests.builders.view import CLIENT, A, B, C, D, plan_of, with_state
-from tests.node.test_control import Owned
 
 
 @pytest.fixture

@@ -10,32 +10,16 @@ from typing import Any, cast
 import pytest
 
 from meshllm.errors import LinkLost
-from meshllm.names import FIRST_GROUP, GroupId, LossCause, RingEntry, Span, short
-from meshllm.node.agreement.own_state import HANGS
+from meshllm.names import FIRST_GROUP, GroupId, RingEntry, Span, short
 from meshllm.node.agreement.plan_hold import CALM_S
 from meshllm.node.agreement.ring_member import FORM_S
 from meshllm.node.session.text import RingBackend
 from meshllm.protocol.agreement.groups import REFUSES, groups_of
-from meshllm.protocol.membership.records import (
-    MAX_CONTEXT,
-    Lifecycle,
-    ModelOffer,
-    RingMembership,
-    StateRecord,
-)
+from meshllm.protocol.membership.records import MAX_CONTEXT, ModelOffer, RingMembership, StateRecord
 from meshllm.protocol.planning.plan import Ends, Plan, PlanStage
 from meshllm.testing.clock import run_virtual
 from tests.builders.offers import C, D
-from tests.builders.ring_places import (
-    ALONE,
-    ENTRY,
-    PLAN,
-    STAGE,
-    Place,
-    loaded,
-    several,
-    text,
-)
+from tests.builders.ring_places import ALONE, ENTRY, PLAN, STAGE, Place, loaded, several, text
 from tests.builders.snapshots import profile
 
 THEIRS = replace(ALONE, epoch=7, stages=(PlanStage(STAGE, Span(0, 4)),))
@@ -59,33 +43,6 @@ async def want(place: Place, model: str) -> None:
     with suppress(TimeoutError):
         async with asyncio.timeout(1):
             await place.directory.entries(model)
-
-
-def test_a_loss_is_explained_with_the_names_of_nodes() -> None:
-    async def story() -> None:
-        place = Place()
-        place.serve(replace(ALONE, epoch=PLAN.epoch + 1))
-        after = place.directory.ring_at(RingEntry(ENTRY))
-        place.alive.discard(STAGE)
-        place.profiles[STAGE] = SimpleNamespace(name="cellar")
-        cause, text = place.directory.explain((FIRST_GROUP, PLAN), after)
-        assert (cause, text.partition(";")[0]) == (LossCause.NODE_LOST, "cellar is gone")
-        place.silent.add(STAGE)
-        cause, text = place.directory.explain((FIRST_GROUP, PLAN), after)
-        assert (cause, text.partition(";")[0]) == (LossCause.NODE_SILENT, "cellar is silent")
-        place.states[ENTRY] = StateRecord(faulty=(STAGE,))
-        cause, text = place.directory.explain((FIRST_GROUP, PLAN), after)
-        assert (cause, text.partition(";")[0]) == (LossCause.NODE_REFUSED, "cellar is refused")
-        place.alive.add(STAGE)
-        place.states[STAGE] = StateRecord(obstacle=HANGS)
-        cause, text = place.directory.explain((FIRST_GROUP, PLAN), after)
-        assert (cause, text.partition(";")[0]) == (LossCause.NODE_HUNG, "cellar hangs")
-        del place.states[ENTRY]
-        place.states[STAGE] = StateRecord(Lifecycle.LEFT)
-        cause, text = place.directory.explain((FIRST_GROUP, PLAN), after)
-        assert (cause, text.partition(";")[0]) == (LossCause.NODE_LEFT, "cellar left")
-
-    run(story)
 
 
 def test_the_entry_is_known_when_it_serves() -> None:

@@ -1,9 +1,6 @@
 """A watched engine: its models are offered while it answers, its process is started again."""
 
 import asyncio
-import ctypes
-import errno
-import itertools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +14,7 @@ from meshllm.node.provider.engine import LIST_S
 from meshllm.protocol.membership.records import ModelOffer
 from meshllm.request import Request
 from meshllm.testing.clock import run_virtual
+from tests.builders.engine_children import is_running, written_pid
 from tests.builders.fake_engine import FakeEngine, serving
 from tests.builders.waiting import until
 
@@ -24,7 +22,6 @@ pytestmark = pytest.mark.socket
 
 CUT = Request(({"role": "user", "content": "so cut"},), model="fox")
 FOX = ModelOffer("fox", context=2048)
-PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 COMMAND = [sys.executable, "-m", "tests.builders.fake_engine", "{port}"]
 
 
@@ -230,9 +227,9 @@ async def test_an_engine_that_is_killed_leaves_no_child(tmp_path: Path) -> None:
     engine = EngineProcess(["sh", "-c", '"$0" -c "$1"; true', sys.executable, child])
     watched = Provider(EngineClient(engine.url), engine)
     running = asyncio.ensure_future(watched.run(lambda: None))
-    await until(lambda: _told(note))
+    await until(lambda: written_pid(note))
     watched.kill()
-    await until(lambda: not _runs(_told(note)))
+    await until(lambda: not is_running(written_pid(note)))
     running.cancel()
     await asyncio.wait([running])
 
@@ -277,137 +274,3 @@ async def test_an_engine_in_trouble_is_looked_at_at_once(
         finally:
             running.cancel()
             await asyncio.wait([running])
-
-
-async def test_a_command_that_cannot_be_run_is_tried_again(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    running = asyncio.ensure_future(EngineProcess(["/nonexistent/engine"]).run())
-    try:
-        await until(lambda: caplog.text.count("No such file") >= 2)
-    finally:
-        running.cancel()
-        await asyncio.wait([running])
-
-
-@pytest.mark.parametrize(
-    "error", [OSError(errno.EMFILE, "too many"), RuntimeError("too many"), OSError("too many")]
-)
-async def test_a_restart_that_the_system_refuses_is_tried_again(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    engine = EngineProcess(["true"])
-
-    def refuse() -> int:
-        raise error
-
-    monkeypatch.setattr(process, "_free_port", refuse)
-
-    assert await engine._run_once(lambda: None) == "too many"
-    assert engine.pid is None
-
-
-async def test_each_start_has_another_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "_free_port", itertools.count(7001).__next__)
-    told: asyncio.Queue[str] = asyncio.Queue()
-    engine = EngineProcess(["true"])
-    running = asyncio.ensure_future(engine.run(lambda: told.put_nowait(engine.url)))
-    try:
-        async with asyncio.timeout(60):
-            first, second = await told.get(), await told.get()
-    finally:
-        running.cancel()
-        await asyncio.wait([running])
-
-    assert first != second
-
-
-@pytest.mark.parametrize("has_crashed", [True, False])
-async def test_no_child_of_an_engine_outlives_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, has_crashed: bool
-) -> None:
-    monkeypatch.setattr(process, "STOP_S", 0.5)
-    monkeypatch.setattr(process, "FIRST_RESTART_S", 60.0)
-    told = tmp_path / "pid"
-    engine = _with_stubborn_child(told, "" if has_crashed else "wait")
-    running = asyncio.ensure_future(engine.run())
-    await until(lambda: _told(told))
-    if not has_crashed:
-        running.cancel()
-        await asyncio.wait([running])
-        assert not _runs(_told(told))
-    await until(lambda: not _runs(_told(told)))
-    running.cancel()
-    await asyncio.wait([running])
-
-
-async def test_a_child_that_outlives_its_engine_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(process, "STOP_S", 3600.0)
-    monkeypatch.setattr(process, "FIRST_RESTART_S", 3600.0)
-    told, ended = tmp_path / "pid", asyncio.Event()
-    engine = _with_stubborn_child(told)
-    running = asyncio.ensure_future(engine.run(ended.set))
-    await ended.wait()
-    assert engine.pid is None
-    engine.kill()
-    await until(lambda: not _runs(_told(told)))
-    running.cancel()
-    await asyncio.wait([running])
-
-
-async def test_the_first_process_of_a_container_takes_in_orphans(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    if sys.platform != "linux":
-        pytest.skip("only Linux lets another process than the first take in orphans")
-    monkeypatch.setattr(process, "STOP_S", 3600.0)
-    control = ctypes.CDLL(None).prctl
-    control(PR_SET_CHILD_SUBREAPER, 1)
-    try:
-        async with asyncio.timeout(60):
-            told = await EngineProcess(["sh", "-c", "sleep 600 &"])._run_once(lambda: None)
-    finally:
-        control(PR_SET_CHILD_SUBREAPER, 0)
-
-    assert told == "code 0"
-
-
-async def test_an_engine_ends_with_its_provider(tmp_path: Path) -> None:
-    if sys.platform != "linux":
-        pytest.skip("only Linux ends a process with its parent")
-    program = (
-        "import asyncio, sys; from meshllm.node.provider import EngineProcess;"
-        " asyncio.run(EngineProcess(sys.argv[1:]).run())"
-    )
-    note = tmp_path / "pid"
-    engine = f"import os, time; print(os.getpid(), file=open({str(note)!r}, 'w')); time.sleep(600)"
-    parent = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", program, sys.executable, "-c", engine
-    )
-    await until(lambda: _told(note))
-    parent.kill()
-    await parent.wait()
-    await until(lambda: not _runs(_told(note)))
-
-
-def _with_stubborn_child(told: Path, last: str = "") -> EngineProcess:
-    """An engine whose child writes its process id and ignores SIGTERM; ``last`` ends it."""
-    child = "import os, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
-    child += " print(os.getpid(), file=open(sys.argv[1], 'w')); time.sleep(600)"
-    command = f'{sys.executable} -c "$0" "$1" & while [ ! -s "$1" ]; do sleep 0.01; done; {last}'
-    return EngineProcess(["sh", "-c", command, child, str(told)])
-
-
-def _told(note: Path) -> int:
-    """Return the process id that a process wrote; 0 until then."""
-    return int(note.read_text() or 0) if note.exists() else 0
-
-
-def _runs(pid: int) -> bool:
-    """Return whether a process runs; one that has ended may still wait for its new parent."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False

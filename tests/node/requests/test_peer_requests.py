@@ -24,7 +24,7 @@ from meshllm.protocol.membership.codec import AskModels, Generate, ModelList
 from meshllm.protocol.membership.strikes import MAX_STRIKES, WINDOW_S
 from meshllm.protocol.trust.credential import ClientLimits
 from meshllm.request import Answer, Prefilled, Request
-from tests.node.requests.test_router import (
+from tests.builders.request_world import (
     ASK,
     ENTRY,
     ME,
@@ -37,11 +37,6 @@ from tests.node.requests.test_router import (
     answer,
     text_of,
 )
-
-
-@pytest.fixture
-def world() -> World:
-    return World()
 
 
 def test_a_bug_ends_its_request_and_no_other(

@@ -3,9 +3,7 @@
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -22,229 +20,36 @@ from meshllm.errors import (
     UserError,
 )
 from meshllm.names import FIRST_GROUP, GroupId, LossCause, NodeId, RingEntry, Span, short, show
-from meshllm.node.requests import remote
 from meshllm.node.requests.held_bytes import MAX_HELD_BYTES, size_of
 from meshllm.node.requests.peer_requests import MAX_FORWARDED
 from meshllm.node.requests.replica_choice import ReplicaChoice, Tried
-from meshllm.node.requests.request_json import (
-    REQUEST_BYTES,
-    AnswerReader,
-    event_to_json,
-    request_to_json,
-)
-from meshllm.node.requests.router import MAX_WAITING, QUIET_S, RING_S, RequestRouter
+from meshllm.node.requests.request_json import REQUEST_BYTES, request_to_json
+from meshllm.node.requests.router import MAX_WAITING, QUIET_S, RING_S
 from meshllm.protocol.kv_cache.admission import OWNER_S
-from meshllm.protocol.membership.codec import AnswerEvent, CancelRequest, Generate, RequestMessage
+from meshllm.protocol.membership.codec import CancelRequest, Generate
 from meshllm.protocol.membership.records import ModelOffer
 from meshllm.protocol.planning.plan import Ends, Plan, PlanStage
 from meshllm.protocol.ring.failover import ATTEMPTS, RETRY_DELAY_S
-from meshllm.protocol.ring.interruption import RingPlan
-from meshllm.request import Answer, Event, Interruption, Piece, Prefilled, Request
+from meshllm.request import Event, Interruption, Piece, Prefilled, Request
 from meshllm.status import LossCounts
 from meshllm.strict_json import WrongField
-from meshllm.testing.clock import run_virtual
 from tests.builders.fake_ring import answer_of
-
-ME, ENTRY, OTHER, THIRD = (NodeId(name * 32) for name in (b"m", b"e", b"o", b"t"))
-REQUEST = Request(raw="what?")
-TEXT = "a ring of nodes"
-ASK = b"i" * 16
-
-
-def pieces(text: str) -> list[Event]:
-    """Give each three characters a token."""
-    return [Piece(text[at : at + 3], (at // 3,)) for at in range(0, len(text), 3)]
-
-
-def answer(text: str = TEXT) -> list[Event]:
-    return [Prefilled(1, 1), *pieces(text), answer_of(text, len(pieces(text)))]
-
-
-def behind(given: tuple[int, ...], event: Event) -> Event | None:
-    """Return what an event says behind the tokens that were given."""
-    match event:
-        case Piece(tokens=(token,)) if token < len(given):
-            return None
-        case Answer(tokens=tokens):
-            return replace(event, tokens=tokens[len(given) :])
-    return event
-
-
-@dataclass
-class FakeRing:
-    """Answers from a list of attempts: each has events, or an error that ends it."""
-
-    at: NodeId | None = ME
-    attempts: list[Sequence[Event | Exception | None]] = field(default_factory=list)
-    """None waits without end."""
-    asked: list[Request] = field(default_factory=list)
-    askers: list[NodeId | None] = field(default_factory=list)
-    models: list[str] = field(default_factory=list)
-    provided: dict[str, tuple[NodeId, ...]] = field(default_factory=dict)
-    """Who provides each model,"""
-    offered: dict[NodeId, ModelOffer] = field(default_factory=dict)
-    """and what some of them say of it."""
-    loads_s: float | None = None
-    """After an error there is no ring, and its nodes load for so long; None keeps the ring."""
-    loads_until: float = 0.0
-    frees_s: float = 0.0
-    """Until all ranks have freed what they held for a request."""
-    closed: int = 0
-
-    replicas: dict[str, tuple[NodeId, ...]] = field(default_factory=dict)
-    """The entries of the rings of each model that several serve."""
-    groups: dict[str, tuple[GroupId, ...]] = field(default_factory=dict)
-    """The rings of each model whose entry is the same node,"""
-    named: list[GroupId | None] = field(default_factory=list)
-    """and those that requests named."""
-
-    plans: dict[NodeId, Plan] = field(default_factory=dict)
-    """Of the ring of each entry."""
-    exact: frozenset[NodeId] = frozenset()
-    """The entries of rings that are exact."""
-    explained: list[tuple[RingPlan | None, RingPlan | None]] = field(default_factory=list)
-
-    async def entries(
-        self, model: str = "", trusted: Sequence[str] | None = None
-    ) -> Sequence[RingEntry]:
-        while self.at is None:  # noqa: ASYNC110  # in virtual time
-            await asyncio.sleep(1)
-        if groups := self.groups.get(model):
-            return [RingEntry(self.at, group) for group in groups]
-        return [RingEntry(node) for node in self.replicas.get(model, (self.at,))]
-
-    def reason(self, model: str = "") -> str:
-        return "they sleep"
-
-    def ring_at(self, entry: RingEntry, model: str = "") -> RingPlan | None:
-        plan = self.plans.get(entry.node)
-        return (GroupId(model.encode()), plan) if plan else None
-
-    def is_exact(self, entry: RingEntry, model: str = "") -> bool:
-        return entry.node in self.exact
-
-    def explain(self, before: RingPlan | None, after: RingPlan | None) -> tuple[LossCause, str]:
-        self.explained.append((before, after))
-        return LossCause.NODE_LOST, "they slept"
-
-    def is_provided(self, model: str) -> bool:
-        return bool(model) and model not in self.replicas.keys() | self.groups.keys()
-
-    def offers(self, model: str) -> dict[NodeId, ModelOffer]:
-        provided = self.provided.get(model, ())
-        return {node: self.offered.get(node, ModelOffer(model)) for node in provided}
-
-    def name_of(self, node: NodeId) -> str:
-        known = {ME: "me", ENTRY: "entry", OTHER: "other"}
-        return f"{known[node]} ({short(node)})" if node in known else short(node)
-
-    def ids_of(self, names: Sequence[str]) -> tuple[str, ...]:
-        known = {"me": ME, "entry": ENTRY, "other": OTHER}
-        if unknown := set(names) - known.keys():
-            raise UserError(f"There is no node `{min(unknown)}`")
-        return tuple(show(known[name]) for name in names)
-
-    def backend(
-        self, asker: NodeId | None = None, model: str = "", group: GroupId | None = None
-    ) -> AbstractAsyncContextManager["FakeRing"]:
-        self.askers.append(asker)
-        self.models.append(model)
-        self.named.append(group)
-        return nullcontext(self)
-
-    async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
-        self.asked.append(request)
-        try:
-            for event in self.attempts.pop(0):
-                if event is None:
-                    await asyncio.Event().wait()
-                elif isinstance(event, Exception):
-                    if self.loads_s is not None:
-                        self.at = None
-                        self.loads_until = asyncio.get_running_loop().time() + self.loads_s
-                    raise event
-                elif (rest := behind(request.given, event)) is not None:
-                    await asyncio.sleep(0)
-                    yield rest
-        finally:
-            await asyncio.sleep(self.frees_s)
-            self.closed += 1
-
-
-class World:
-    """Nodes connected by a network without delay."""
-
-    def __init__(self) -> None:
-        self.routers: dict[NodeId, RequestRouter] = {}
-        self.rings: dict[NodeId, FakeRing] = {}
-        self.sent: list[tuple[NodeId, NodeId, RequestMessage]] = []
-        self.clients: set[NodeId] = set()
-        self.drop: Callable[[NodeId, RequestMessage], bool] = lambda _, __: False
-
-    def add(
-        self, node: NodeId, ring: FakeRing | None = None, *, is_client: bool = False
-    ) -> RequestRouter:
-        def send(peer: NodeId, message: RequestMessage) -> None:
-            self.sent.append((node, peer, message))
-            if peer in self.routers and not self.drop(peer, message):
-                router, is_client = self.routers[peer], node in self.clients
-                asyncio.get_running_loop().call_soon(
-                    lambda: router.receive(node, message, is_client=is_client)
-                )
-
-        self.rings[node] = ring or FakeRing()
-        self.routers[node] = RequestRouter(node, self.rings[node], send, asks_ingress=is_client)
-        return self.routers[node]
-
-    def said(self, peer: NodeId) -> list[Event | MeshError]:
-        """Return the events and errors sent to a peer."""
-        told: list[Event | MeshError] = []
-        reader = AnswerReader()
-        for _, to, message in self.sent:
-            if to == peer and isinstance(message, AnswerEvent):
-                try:
-                    if event := reader.take(message.body):
-                        told.append(event)
-                except MeshError as error:
-                    told.append(error)
-        return told
-
-    def run(self, story: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run a story among the nodes, and check that it leaves no state behind."""
-
-        async def main() -> None:
-            running = [asyncio.ensure_future(router.run()) for router in self.routers.values()]
-            await asyncio.sleep(0)
-            async with asyncio.timeout(1000):
-                await story()
-                await asyncio.sleep(1)
-            for router in self.routers.values():
-                assert (router._remote._calls, router.peers._running) == ({}, {})
-                assert router.counts.active == 0
-            assert not [task for task in running if task.done()]
-            for task in running:
-                task.cancel()
-            await asyncio.wait(running)
-
-        run_virtual(main())
-
-
-@pytest.fixture
-def world() -> World:
-    return World()
-
-
-async def all_of(router: RequestRouter, request: Request = REQUEST) -> list[Event]:
-    return [event async for event in router.generate(request)]
-
-
-async def note(router: RequestRouter, events: list[Event]) -> None:
-    async for event in router.generate(REQUEST):
-        events.append(event)  # noqa: PERF401  # it is read although the rest fails
-
-
-def text_of(events: Sequence[object]) -> str:
-    return "".join(event.text for event in events if isinstance(event, Piece))
+from tests.builders.request_world import (
+    ASK,
+    ENTRY,
+    ME,
+    OTHER,
+    REQUEST,
+    TEXT,
+    THIRD,
+    FakeRing,
+    World,
+    all_of,
+    answer,
+    note,
+    pieces,
+    text_of,
+)
 
 
 def test_the_entry_answers_itself(world: World) -> None:
@@ -283,38 +88,6 @@ def test_an_ingress_forwards_to_the_entry(world: World) -> None:
     world.run(story)
     assert world.rings[ENTRY].asked == [REQUEST]
     assert (router.counts.served, entry.counts.served) == (1, 0)  # its ingress counts it
-
-
-@pytest.mark.parametrize("last", [answer()[-1], UserError("too long")], ids=["answer", "error"])
-def test_a_request_costs_one_message_and_one_for_each_event(
-    world: World, last: Event | Exception
-) -> None:
-    router = world.add(ME, FakeRing(at=ENTRY))
-    events = [*answer()[:-1], last]
-    world.add(ENTRY, FakeRing(attempts=[events]))
-
-    async def story() -> None:
-        with suppress(UserError):
-            await all_of(router)
-
-    world.run(story)
-    kinds = Counter(type(message) for _, _, message in world.sent)
-    assert kinds == {Generate: 1, AnswerEvent: len(events)}
-
-
-def test_a_malformed_line_is_a_peer_fault_and_cancels_the_rest(world: World) -> None:
-    router = world.add(ME, FakeRing(at=ENTRY))
-
-    async def story() -> None:
-        asking = asyncio.ensure_future(all_of(router))
-        await asyncio.sleep(0.1)
-        for line in (b'{"audio": "a later version"}', b"{"):
-            router.receive(ENTRY, AnswerEvent(asked(world), line), is_client=False)
-        with pytest.raises(PeerFault):
-            await asking
-
-    world.run(story)
-    assert [type(message) for _, _, message in world.sent] == [Generate, CancelRequest]
 
 
 def test_a_client_uses_any_node_as_its_ingress(world: World) -> None:
@@ -358,22 +131,6 @@ def test_only_the_entry_answers_a_node(world: World) -> None:
     (told,) = world.said(OTHER)
     assert isinstance(told, LinkLost)
     assert [to for _, to, _ in world.sent] == [OTHER]  # it was not forwarded again
-
-
-def test_closing_cancels_on_the_entry(world: World) -> None:
-    router = world.add(ME, FakeRing(at=ENTRY))
-    world.add(ENTRY, FakeRing(attempts=[[Piece("a"), None]]))
-
-    async def story() -> None:
-        async with aclosing(router.generate(REQUEST)) as events:
-            assert await anext(events) == Piece("a")
-
-    world.run(story)
-    request, cancel = [message for _, to, message in world.sent if to == ENTRY]
-    assert isinstance(request, Generate)
-    assert cancel == CancelRequest(request.request_id)
-    assert world.rings[ENTRY].closed == 1
-    assert (router.counts.served, router.counts.failed) == (0, 0)
 
 
 def test_cancelling_at_the_ingress_cancels_on_the_entry(world: World) -> None:
@@ -600,20 +357,6 @@ def test_an_event_between_two_losses_restarts_the_time_of_a_request(world: World
     assert len(ring.asked) == 4
 
 
-def test_a_client_does_not_retry_after_its_ingress(world: World) -> None:
-    world.clients = {ME}
-    client = world.add(ME, FakeRing(at=OTHER), is_client=True)
-    ring = FakeRing(at=OTHER, attempts=[[LinkLost(f"gone {n}")] for n in range(2 * ATTEMPTS)])
-    world.add(OTHER, ring)
-
-    async def story() -> None:
-        with pytest.raises(LinkLost, match=f"gone {ATTEMPTS - 1}"):
-            await all_of(client)
-
-    world.run(story)
-    assert len(ring.asked) == ATTEMPTS
-
-
 def test_a_client_that_loses_its_ingress_retries(world: World) -> None:
     world.clients = {ME}
     client = world.add(ME, FakeRing(at=OTHER), is_client=True)
@@ -705,106 +448,6 @@ def test_a_new_request_does_not_wait_for_a_ring_that_loads(world: World) -> None
         assert asyncio.get_running_loop().time() - began == RING_S
 
     world.run(story)
-
-
-def asked(world: World) -> bytes:
-    (message,) = [message for _, _, message in world.sent if isinstance(message, Generate)]
-    return message.request_id
-
-
-def test_lines_of_other_peers_are_ignored(world: World) -> None:
-    router = world.add(ME, FakeRing(at=ENTRY))
-
-    async def story() -> None:
-        asking = asyncio.ensure_future(all_of(router))
-        await asyncio.sleep(1)
-        request_id = asked(world)
-        router.receive(OTHER, AnswerEvent(request_id, event_to_json(Piece("lie"))), is_client=False)
-        router.receive(ENTRY, AnswerEvent(ASK, event_to_json(Piece("lost"))), is_client=False)
-        router.receive(ENTRY, CancelRequest(request_id), is_client=False)
-        router.lost(OTHER)
-        router.receive(
-            ENTRY, AnswerEvent(request_id, event_to_json(answer_of("", 0))), is_client=False
-        )
-        assert await asking == [answer_of("", 0)]
-
-    world.run(story)
-
-
-@pytest.mark.parametrize("data", [b"", b"null", b'{"piece": 1}', b"[" * 9999, b'{"answer": {}}'])
-def test_a_malformed_answer_is_a_peer_fault(world: World, data: bytes) -> None:
-    router = world.add(ME, FakeRing(at=ENTRY))
-
-    async def story() -> None:
-        asking = asyncio.ensure_future(all_of(router))
-        await asyncio.sleep(1)
-        router.receive(ENTRY, AnswerEvent(asked(world), data), is_client=False)
-        with pytest.raises(PeerFault):
-            await asking
-
-    world.run(story)
-    assert isinstance(world.sent[-1][-1], CancelRequest)
-    assert router.counts.failed == 1
-
-
-def test_an_answer_that_overflows_the_buffer_is_retried(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    size = len(event_to_json(Piece("a", (1,)))) + remote.LINE_BYTES
-    monkeypatch.setattr(remote, "MAX_UNREAD", 8 * size)
-    router = world.add(ME, FakeRing(at=ENTRY))
-
-    async def story() -> None:
-        async with aclosing(router.generate(REQUEST)) as events:
-            first = asyncio.ensure_future(anext(events))
-            await asyncio.sleep(1)
-            request_id, (call,) = asked(world), router._remote._calls.values()
-            letters: list[Event] = [Piece("a", (token,)) for token in range(9)]
-            for letter in letters * 9:
-                router.receive(
-                    ENTRY, AnswerEvent(request_id, event_to_json(letter)), is_client=False
-                )
-            assert call.lines.qsize() == 8 + 1
-            assert await first == letters[0]
-            for _ in range(7):
-                await anext(events)
-            world.rings[ME].at = ME
-            world.rings[ME].attempts = [[Prefilled(1, 1), *letters[:8], Piece("b", (8,))]]
-            assert isinstance(await anext(events), Interruption)
-            assert await anext(events) == Piece("b", (8,))
-
-    world.run(story)
-
-
-@pytest.mark.parametrize("line", [b"", b"{}"])
-def test_lines_without_text_fill_the_buffer_too(
-    world: World, monkeypatch: pytest.MonkeyPatch, line: bytes
-) -> None:
-    monkeypatch.setattr(remote, "MAX_UNREAD", 1024)
-    router = world.add(ME, FakeRing(at=ENTRY))
-
-    async def story() -> None:
-        asking = asyncio.ensure_future(all_of(router))
-        await asyncio.sleep(1)
-        request_id, (call,) = asked(world), router._remote._calls.values()
-        for _ in range(1024):
-            router.receive(ENTRY, AnswerEvent(request_id, line), is_client=False)
-        assert call.lines.qsize() < 32
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
-
-    world.run(story)
-
-
-def test_a_prompt_with_a_surrogate_is_not_sent(world: World) -> None:
-    router = world.add(ME, FakeRing(at=ENTRY))
-
-    async def story() -> None:
-        with pytest.raises(UserError, match="unpaired surrogate"):
-            await all_of(router, Request(raw="\udcff"))
-
-    world.run(story)
-    assert not any(isinstance(message, Generate) for _, _, message in world.sent)
 
 
 def test_requests_beyond_the_limit_wait_their_turn(world: World) -> None:

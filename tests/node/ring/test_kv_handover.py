@@ -24,8 +24,7 @@ from meshllm.protocol.session.stage import MAX_RECOMPUTE_ROWS
 from meshllm.testing.clock import run_virtual
 from meshllm.transport.contract import Channel, Link
 from tests.builders.offers import A, B, C, D, offer
-from tests.node.ring.test_runtime import NAMES, Place, World, at_work, plan_of, until
-from tests.node.ring.test_takeover import (
+from tests.builders.ring_takeover import (
     BEFORE,
     IN_FLIGHT,
     PROMPT,
@@ -35,11 +34,8 @@ from tests.node.ring.test_takeover import (
     Rows,
     kept_layers,
     ring_of_three,
-    rows,
-    world,
 )
-
-__all__ = ("rows", "world")
+from tests.builders.ring_world import NAMES, Place, World, at_work, plan_of, until
 
 LEAVES = {
     "middle, to both neighbours": (plan_of((A, "0:3"), (C, "3:6"), epoch=2), {2, 3}),

@@ -36,7 +36,7 @@ from meshllm.status import MemoryStatus
 from meshllm.testing.clock import run_virtual
 from meshllm.testing.models import stock_model, tiny_model
 from tests.builders.offers import A, B
-from tests.node.ring.test_runtime import Place, World, at_work, plan_of, tokens, until
+from tests.builders.ring_world import Place, World, at_work, plan_of, tokens, until
 
 MAX_KEPT = 8  # sessions; fewer requests than a node needs reach the limit
 ONE = InferenceConfig(threads=1)

@@ -1,10 +1,8 @@
 """After a loss only the lost layers are computed again, and the text does not change."""
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -13,130 +11,30 @@ from weakref import ref
 import pytest
 from torch import Tensor
 
-from meshllm.errors import LinkLost, OutOfMemory
+from meshllm.errors import OutOfMemory
 from meshllm.model.split.kv_cache import SpanCache
 from meshllm.model.split.session_cache import SentRows
 from meshllm.model.steps.runner import Runner
-from meshllm.names import NodeId
 from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.node.ring.span_loader import LoadedSpan
-from meshllm.node.session.generation import Ended, GenerationRequest, Token
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.session.messages import Resume, SessionMessage
 from meshllm.protocol.session.pace import Pace
 from meshllm.protocol.session.stage import Action, Stage
-from meshllm.request import Prefilled, Resumable, Sampling
 from meshllm.testing.clock import run_virtual
 from tests.builders.offers import A, B, C, D
-from tests.node.ring.test_runtime import ALONE, Place, World, at_work, plan_of, until
-
-PROMPT = tuple((7 * i + 3) % 61 for i in range(40))
-SAMPLING = Sampling(temperature=0.9, seed=7)
-TOKENS, BEFORE = 26, 8
-IN_FLIGHT = 8  # rows of drafts and of steps that were under way
-THREE = plan_of((A, "0:2"), (B, "2:4"), (C, "4:6"))
-
-Rows = Counter[int]
-"""Rows computed, by layer."""
-
-
-@pytest.fixture
-def world(llama: Path) -> World:
-    return World(llama)
-
-
-@pytest.fixture
-def rows(monkeypatch: pytest.MonkeyPatch) -> Rows:
-    """Count the rows of each layer that any rank computes."""
-    counted, prefill, build = Rows(), Runner.prefill, Runner.__init__
-
-    def count(runner: Runner, number: int) -> None:
-        for layer in range(runner.span.start, runner.span.stop):
-            counted[layer] += number
-
-    def counted_prefill(
-        self: Runner, x: Tensor, cache: SpanCache, rows: int | None = None
-    ) -> Tensor:
-        count(self, x.shape[1])
-        return prefill(self, x, cache, rows)
-
-    def counted_build(self: Runner, *what: object) -> None:
-        build(self, *what)  # type: ignore[arg-type]
-        step_many, recompute, fill = self.step_many, self.recompute, self.fill
-
-        def counted_steps(
-            parts: Sequence[Tensor], caches: Sequence[SpanCache | None]
-        ) -> list[Tensor]:
-            count(self, sum(part.shape[1] for part in parts))
-            return step_many(parts, caches)
-
-        def counted_recompute(x: Tensor, cache: SpanCache) -> Tensor:
-            count(self, x.shape[1])
-            return recompute(x, cache)
-
-        def counted_fill(x: Tensor, cache: SpanCache, *, is_step: bool) -> None:
-            count(self, x.shape[1])
-            fill(x, cache, is_step=is_step)
-
-        self.step_many, self.recompute, self.fill = counted_steps, counted_recompute, counted_fill
-        self.step = lambda x, cache: counted_steps([x], [cache])[0]
-
-    monkeypatch.setattr(Runner, "prefill", counted_prefill)
-    monkeypatch.setattr(Runner, "__init__", counted_build)
-    return counted
-
-
-def nothing() -> None:
-    """Do nothing."""
-
-
-@dataclass
-class Ingress:
-    """Asks one entry after the other, and holds what it has of the answer."""
-
-    prompt: tuple[int, ...] = PROMPT
-    answer: list[int] = field(default_factory=list)
-    resume: Resumable | None = None
-    read: int = 0
-    """Call ``then`` after so many tokens of the prompt; 0 waits for the answer."""
-    reused: int | None = None
-    """Tokens of the prompt that were cached, once the answer has ended."""
-
-    async def ask(self, place: Place, then: Callable[[], None] = nothing) -> None:
-        """Add tokens up to the loss of the ring; call ``then`` in between."""
-        entry = place.runtime.entry
-        assert entry is not None
-        given = tuple(self.answer)
-        order = GenerationRequest(
-            self.prompt, SAMPLING, TOKENS, lambda _: False, given=given, resume=self.resume
-        )
-        with suppress(LinkLost):
-            async for output in entry.generate(order):
-                match output:
-                    case Resumable():
-                        self.resume = output
-                    case Prefilled(done) if 0 < self.read <= done:
-                        self.read = 0
-                        then()
-                    case Ended():
-                        self.reused = output.measured.reused
-                    case Token(token):
-                        self.answer.append(token)
-                        if len(self.answer) == len(given) + BEFORE and not self.read:
-                            then()
-
-
-@asynccontextmanager
-async def ring_of_three(
-    world: World, *standbys: NodeId
-) -> AsyncIterator[tuple[list[Place], list[int]]]:
-    """Serve; yield the places, the entry first, and an answer that nothing disturbed."""
-    async with world.serving(A, B, C, *standbys) as places:
-        world.follow(THREE)
-        await until(lambda: at_work(*places[:3]))
-        ingress = Ingress()
-        await ingress.ask(places[0])
-        yield places, ingress.answer
+from tests.builders.ring_takeover import (
+    BEFORE,
+    IN_FLIGHT,
+    PROMPT,
+    THREE,
+    TOKENS,
+    Ingress,
+    Rows,
+    kept_layers,
+    ring_of_three,
+)
+from tests.builders.ring_world import ALONE, Place, World, at_work, plan_of, until
 
 
 @cache
@@ -179,10 +77,6 @@ async def ask_over(
         (entry,) = [place for place in places if plan.rank(place.me) == 0]
     await ingress.ask(entry)
     return ingress.answer
-
-
-def kept_layers(lost: set[int]) -> list[int]:
-    return [layer for layer in range(6) if layer not in lost]
 
 
 TAKEOVERS = {
@@ -240,7 +134,6 @@ def test_a_node_that_becomes_the_entry_from_nothing_computes_its_layers_only(
 
 LONG, CHUNK = tuple((7 * i + 3) % 61 for i in range(90)), 4
 UNDER_WAY = 4 * CHUNK  # rows of chunks that had not been all round the ring
-
 
 PREFIXES = None, 0  # bytes: what remains free, or no prefix cache
 

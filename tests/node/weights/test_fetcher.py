@@ -3,175 +3,24 @@
 import asyncio
 import json
 import shutil
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
 
 import pytest
-import torch
 
-from meshllm.errors import LinkLost, ModelError
-from meshllm.model.files.manifest import config_digest, manifest
-from meshllm.model.files.parts import (
-    LISTING,
-    ModelParts,
-    PartFolder,
-    check_parts,
-    most_bytes,
-    part_name,
-)
-from meshllm.model.files.source import Source, open_folder
+from meshllm.errors import ModelError
+from meshllm.model.files.manifest import manifest
+from meshllm.model.files.parts import LISTING, ModelParts, PartFolder, part_name
+from meshllm.model.files.source import open_folder
 from meshllm.model.locate import INDEX
-from meshllm.names import Digest, NodeId
-from meshllm.node.net.secure import SecureLink
-from meshllm.node.weights import WeightFetcher, WeightServer, fetcher, server
+from meshllm.names import Digest
+from meshllm.node.weights import WeightFetcher, fetcher
 from meshllm.protocol.trust.credential import Role
-from meshllm.protocol.weights.codec import (
-    CHUNK_BYTES,
-    FileChunk,
-    FileRefused,
-    FileSize,
-    WantFile,
-    WeightMessage,
-    decode,
-    encode,
-)
-from meshllm.testing.clock import run_virtual
+from meshllm.protocol.weights.codec import FileChunk, FileRefused, FileSize, WantFile, WeightMessage
 from meshllm.testing.models import tiny_model
-from meshllm_loopback import LoopbackTransport, Shape
-from tests.builders.mesh_members import House, Town, town
-from tests.builders.snapshots import charter
-
-T = TypeVar("T")
-LAYERS = 6
-Answer = Callable[[WantFile], Sequence[WeightMessage]]
-Story = Callable[[Town], Coroutine[Any, Any, None]]
-
-
-async def at_once(function: Callable[..., T], /, *args: Any) -> T:
-    return function(*args)
-
-
-async def digest_of(folder: Path) -> Digest:
-    return Digest(config_digest(open_folder("llama", folder)))
-
-
-async def checked(folder: Path, weights: Mapping[str, int]) -> None:
-    check_parts(open_folder("llama", folder), weights)
-
-
-@pytest.fixture
-def source(llama: Path) -> Source:
-    return open_folder("llama", llama)
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Callable[[Story], None]:
-    """Run a story in a town with a slow network; check that no task is left."""
-
-    async def main(story: Story) -> None:
-        async with town(tmp_path / "town", LoopbackTransport(Shape(delay_s=0.01))) as made:
-            await story(made)
-        await asyncio.sleep(2)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    return lambda story: run_virtual(main(story))
-
-
-class Nodes:
-    """A node that fetches, and holders."""
-
-    def __init__(self, folder: Path, source: Source) -> None:
-        self.source = source
-        self.charter = replace(charter(), config_digest=Digest(config_digest(source)))
-        self.digests = manifest(source, folder / "cache")[:-1]
-        self.sizes = most_bytes(source)
-        self.folder = folder / "fetched"
-        self.asked: list[tuple[NodeId, str, int]] = []
-
-    async def meet(self, town: Town, *names: str) -> list[House]:
-        """Start the node that fetches, and linked holders that send the real model."""
-        first, *rest = [await town.add(name) for name in ("attic", *names)]
-        for each in rest:
-            each.meet(first)
-            each.send_weights = self.sending()
-        await asyncio.sleep(2)
-        self.fetcher = WeightFetcher(
-            first.links.dial_weights, self.folder, digest_of, checked, at_once
-        )
-        return [first, *rest]
-
-    def sending(self) -> Callable[[SecureLink], Awaitable[None]]:
-        sends = WeightServer(at_once)
-
-        async def parts() -> ModelParts:
-            return ModelParts(self.source)
-
-        sends.offer(self.charter.config_digest, parts)
-        return sends.serve
-
-    def scripted(self, house: House, answer: Answer) -> None:
-        """Let a holder answer each request by a script."""
-
-        async def serve(link: SecureLink) -> None:
-            with suppress(LinkLost):
-                while True:
-                    _, data = await link.receive()
-                    want = decode(data)
-                    assert isinstance(want, WantFile)
-                    self.asked.append((house.me, want.name, want.offset))
-                    for message in answer(want):
-                        await link.send(encode(message))
-            await link.close()
-
-        house.send_weights = serve
-
-    def sending_slowly(self, house: House, most: int, pause_s: float) -> None:
-        """Let a holder send the real model in small chunks, and pause before each."""
-
-        async def serve(link: SecureLink) -> None:
-            with suppress(LinkLost):
-                while True:
-                    _, data = await link.receive()
-                    want = decode(data)
-                    assert isinstance(want, WantFile)
-                    self.asked.append((house.me, want.name, want.offset))
-                    file = ModelParts(self.source).open(want.name)
-                    await link.send(encode(FileSize(file.size)))
-                    for at in range(want.offset, file.size, most):
-                        await asyncio.sleep(pause_s)
-                        await link.send(encode(FileChunk(file.read(at, min(most, file.size - at)))))
-            await link.close()
-
-        house.send_weights = serve
-
-    async def describe(self, *houses: House) -> PartFolder:
-        await self.fetcher.describe(self.charter, [house.me for house in houses])
-        return self.fetcher.place(self.charter)
-
-    async def fetch(self, parts: Sequence[int], *houses: House) -> None:
-        wanted = {part: self.digests[part] for part in parts}
-        holders = {house.me: frozenset(parts) for house in houses}
-        await self.fetcher.fetch(self.charter, wanted, holders, self.sizes)
-
-    def true(self, want: WantFile) -> list[WeightMessage]:
-        """Return the right answer."""
-        file = ModelParts(self.source).open(want.name)
-        data = file.read(want.offset, file.size)
-        chunks = [data[at : at + CHUNK_BYTES] for at in range(0, len(data), CHUNK_BYTES)]
-        return [FileSize(file.size), *map(FileChunk, chunks)]
-
-    @property
-    def here(self) -> list[int]:
-        place = self.fetcher.place(self.charter)
-        return [part for part in range(LAYERS + 2) if (place.folder / part_name(part)).exists()]
-
-
-@pytest.fixture
-def nodes(tmp_path: Path, source: Source) -> Nodes:
-    return Nodes(tmp_path, source)
+from tests.builders.mesh_members import House, Town
+from tests.builders.weight_nodes import LAYERS, Nodes, Story, at_once, checked, digest_of
 
 
 def test_a_model_is_described_and_its_parts_are_fetched(
@@ -642,125 +491,6 @@ def test_a_part_that_a_holder_does_not_send_comes_from_one_that_had_nothing_to_s
         assert nodes.here == list(wanted)
 
     run(story)
-
-
-def test_a_server_refuses_what_is_not_a_request_and_closes_idle_links(
-    run: Callable[[Story], None], nodes: Nodes
-) -> None:
-    async def story(town: Town) -> None:
-        attic, barn = await nodes.meet(town, "barn")
-        for message in (FileSize(1), FileChunk(b"x"), FileRefused("x")):
-            link = await attic.links.dial_weights(barn.me)
-            await link.send(encode(message))
-            with pytest.raises(LinkLost):
-                await link.receive()
-        link = await attic.links.dial_weights(barn.me)
-        await asyncio.sleep(server.IDLE_S + 1)
-        with pytest.raises(LinkLost):
-            await link.receive()
-
-    run(story)
-
-
-def test_a_server_ignores_messages_of_a_later_version(
-    run: Callable[[Story], None], nodes: Nodes
-) -> None:
-    async def story(town: Town) -> None:
-        attic, barn = await nodes.meet(town, "barn")
-        link = await attic.links.dial_weights(barn.me)
-        await link.send([b"\x09 of a later version"])
-        await link.send(encode(WantFile(Digest(bytes(32)), "config", 0)))
-        _, data = await link.receive()
-
-        assert isinstance(decode(data), FileRefused)
-
-    run(story)
-
-
-def test_a_node_has_a_limit_of_links(run: Callable[[Story], None], nodes: Nodes) -> None:
-    async def story(town: Town) -> None:
-        attic, barn = await nodes.meet(town, "barn")
-        most = server.MAX_LINKS_OF_NODE
-        links = [await attic.links.dial_weights(barn.me) for _ in range(most)]
-        await asyncio.sleep(1)
-        with pytest.raises(ModelError, match="cannot be fetched"):
-            await nodes.describe(barn)
-        for link in links:
-            await link.close()
-        await asyncio.sleep(1)
-        assert (await nodes.describe(barn)).is_described
-
-    run(story)
-
-
-class StuckLink:
-    """A link whose other side asks for a file, and reads nothing."""
-
-    def __init__(self, peer: bytes, want: WantFile) -> None:
-        self.peer = NodeId(peer * 32)
-        self.want = want
-        self.is_asked = self.is_closed = False
-
-    async def receive(self) -> tuple[None, bytes]:
-        return None, b"".join(map(bytes, encode(self.want)))
-
-    async def send(self, _: object) -> None:
-        self.is_asked = True
-        await asyncio.Event().wait()
-
-    async def close(self) -> None:
-        self.is_closed = True
-
-
-class ReadingLink(StuckLink):
-    """A link whose other side is lost after the first chunk of a file."""
-
-    data = b""
-
-    async def send(self, message: object) -> None:
-        match decode(b"".join(map(bytes, cast("Sequence[bytes]", message)))):
-            case FileChunk(data):
-                self.data = bytes(data)
-                raise LinkLost("It has enough")
-
-
-def test_a_server_gives_up_nodes_that_read_nothing_and_refuses_more_than_it_can_serve(
-    nodes: Nodes,
-) -> None:
-    async def story() -> None:
-        serve = nodes.sending()
-        want = WantFile(nodes.charter.config_digest, LISTING, 0)
-        links = [StuckLink(bytes([peer]), want) for peer in range(server.MAX_LINKS + 1)]
-        serving = [asyncio.ensure_future(serve(cast("SecureLink", link))) for link in links]
-        await asyncio.sleep(1)
-        assert [link.is_closed for link in links] == [False] * server.MAX_LINKS + [True]
-        assert [link.is_asked for link in links] == [True] * server.MAX_LINKS + [False]
-
-        await asyncio.sleep(server.IDLE_S)
-        assert all(link.is_closed for link in links)
-        await asyncio.gather(*serving)
-
-    run_virtual(story())
-
-
-def test_a_server_sends_the_model_that_was_offered_last(nodes: Nodes, tmp_path: Path) -> None:
-    want = WantFile(nodes.charter.config_digest, part_name(1), 0)
-
-    async def story() -> None:
-        sends = WeightServer(at_once)
-        found = []
-        for source in (nodes.source, tiny_model(tmp_path / "other", dtype=torch.bfloat16)):
-
-            async def parts(source: Source = source) -> ModelParts:
-                return ModelParts(source)
-
-            sends.offer(nodes.charter.config_digest, parts)
-            link = ReadingLink(b"a", want)
-            await sends.serve(cast("SecureLink", link))
-            found.append(link.data)
-        assert found[0] != found[1]
-
-    run_virtual(story())
 
 
 def test_a_client_gets_no_weights(run: Callable[[Story], None], nodes: Nodes) -> None:
