@@ -1,4 +1,4 @@
-"""No two classes share a name, a room takes of another only its exports, and tests do not sleep.
+"""Names of classes, exports of rooms, test files of modules, and waiting in tests.
 
 A room is a package. Its ``__all__`` lists the modules that other rooms may import. No room imports
 a private module or name of another.
@@ -6,7 +6,7 @@ a private module or name of another.
 
 import ast
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -312,6 +312,92 @@ def strays(folder: Path) -> Iterator[str]:
 
 def test_every_folder_of_tests_mirrors_a_package() -> None:
     assert [*strays(ROOT / "tests")] == []
+
+
+ELSEWHERE = {
+    "meshllm.model.kernels.scratch": "one buffer; the kernels that write to it are tested",
+    "meshllm.model.modules.quant_form": "only types",
+    "meshllm.model.text.answer_parser": "joins two parsers; `node/session/test_text.py` runs it",
+    "meshllm.node.offloop": "only a protocol",
+    "meshllm.node.view": "only data; `node/test_report.py` and `builders/view.py` make it",
+    "meshllm.protocol.drafting.drafter": "only protocols",
+    "meshllm.protocol.membership.actions": "only data, which `test_mesh.py` compares",
+}
+"""Modules without a test file of their name, and why."""
+
+OTHERS: set[str] = {
+    "meshllm.__main__",
+    "meshllm.api.app",
+    "meshllm.api.generation.extension",
+    "meshllm.api.generation.generating",
+    "meshllm.api.generation.precision",
+    "meshllm.api.generation.prompts",
+    "meshllm.api.generation.reply",
+    "meshllm.api.generation.structured",
+    "meshllm.api.generation.tools",
+    "meshllm.api.port",
+    "meshllm.bench.engines",
+    "meshllm.cli.commands.replay",
+    "meshllm.cli.commands.transport",
+    "meshllm.cli.doctor.finding",
+    "meshllm.cli.ring.toml_fields",
+    "meshllm.cli.ring.workload_spec",
+    "meshllm.cli.shared.complete",
+    "meshllm.cli.shared.units",
+    "meshllm.cli.terminal.streams",
+    "meshllm.config_file",
+    "meshllm.outline.eligibility",
+    "meshllm.outline.outlining",
+    "meshllm.request",
+    "meshllm.scheduler.architecture",
+    "meshllm.scheduler.machine",
+    "meshllm.scheduler.proportional",
+    "meshllm.testing.counting",
+    "meshllm.testing.links",
+    "meshllm.testing.models",
+    "meshllm.transport.contract",
+    "meshllm.transport.laned_link",
+    "meshllm_quic.link.dialer",
+    "meshllm_quic.link.listener",
+    "meshllm_quic.link.path_driver",
+    "meshllm_quic.net.network",
+    "meshllm_quic.path.path_control",
+    "meshllm_quic.wire.routes",
+    "meshllm_websocket.address",
+    "meshllm_websocket.connection",
+    "meshllm_websocket.dialer",
+    "meshllm_websocket.listener",
+}
+"""Modules whose test file still has another name."""
+
+
+def untested(names: Iterable[str], folder: Path) -> Iterator[str]:
+    """Yield the modules that have no test file of their name; packages need none."""
+    for name in names:
+        top, *rooms, stem = name.split(".")
+        place = folder if top == "meshllm" else folder / "plugins" / top.removeprefix("meshllm_")
+        if not place.joinpath(*rooms, f"test_{stem}.py").exists():
+            yield name
+
+
+def modules_proper() -> Iterator[str]:
+    """Yield the names of all modules except packages."""
+    return (name for name, module in modules().items() if name != module.room)
+
+
+def test_every_module_has_the_test_file_of_its_name_but_listed_ones() -> None:
+    assert {*untested(modules_proper(), ROOT / "tests")} == ELSEWHERE.keys() | OTHERS
+    assert not ELSEWHERE.keys() & OTHERS
+
+
+def test_a_module_without_a_test_file_is_found(tmp_path: Path) -> None:
+    for name in "node/net/test_link.py", "plugins/quic/test_dialer.py", "test_words.py":
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    tested = "meshllm.node.net.link", "meshllm_quic.dialer", "meshllm.words"
+    lost = "meshllm.node.link", "meshllm_quic.net.dialer", "meshllm_loopback.dialer"
+
+    assert [*untested((*tested, *lost), tmp_path)] == [*lost]
 
 
 SLEEPS = {
