@@ -3,6 +3,7 @@
 from dataclasses import replace
 from random import Random
 
+from meshllm.names import NodeId
 from meshllm.protocol.planning.plan import LinkSpeed
 from meshllm.scheduler.architecture import Architecture
 from meshllm.scheduler.estimate import Estimate
@@ -32,6 +33,7 @@ KINDS = (
     MachineKind("laptop", 12 * GIB, 0.8e12, 0.04e12),
 )
 """Public peak figures in bfloat16, dense."""
+NODE = NodeId(bytes(32))
 
 CHAT = ModelLoad(1.0, Lengths.lognormal(300, 1000), Lengths.lognormal(200, 500))
 

@@ -1,7 +1,6 @@
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import replace
 
 import pytest
 
@@ -9,29 +8,13 @@ from meshllm.errors import LinkLost
 from meshllm.names import LossCause
 from meshllm.node.provider.engine_json import call_of
 from meshllm.outline.backend import OutlineBackend
-from meshllm.outline.eligibility import SEARCHED_CHARS, OutlineMode, may_be_long
-from meshllm.request import (
-    Answer,
-    Event,
-    FinishReason,
-    Interruption,
-    Piece,
-    Prefilled,
-    Request,
-    Tools,
-    Turn,
-)
+from meshllm.outline.eligibility import OutlineMode
+from meshllm.request import Answer, Event, FinishReason, Interruption, Piece, Prefilled, Request
 from meshllm.strict_json import WrongField
-from tests.builders.writer import ASKED, OUTLINE, QUESTION, Writer
+from tests.builders.outlined import events_of
+from tests.builders.writer import ASKED, Writer
 
 WHOLE = "1. Parks\n\ntext of 1\n\n2. Work\n\ntext of 2\n\n3. Friends\n\ntext of 3"
-
-
-async def events_of(
-    writer: Writer, request: Request = ASKED, mode: OutlineMode = OutlineMode.ON, together: int = 8
-) -> list[Event]:
-    backend = OutlineBackend(writer, mode, together)
-    return [event async for event in backend.generate(request)]
 
 
 def text_of(events: list[Event]) -> str:
@@ -106,48 +89,6 @@ async def test_all_sessions_are_counted(writer: Writer) -> None:
     assert sorted(told) == sorted(answer.tokens)
     assert [event for event in events if isinstance(event, Prefilled)][-1] == Prefilled(40, 40)
     assert answer.tokens_per_step == 2.0
-
-
-async def test_the_points_continue_the_text_of_the_outline(writer: Writer) -> None:
-    system = replace(ASKED, turns=({"role": "system", "content": "Be kind."}, QUESTION))
-
-    await events_of(writer, system)
-
-    outline, *points = writer.requests
-    assert outline.turns[0] == system.turns[0]
-    assert outline.turns[1]["content"].startswith(QUESTION["content"] + "\n\n")
-    told = {"role": "assistant", "content": OUTLINE}
-    assert all(each.turns[:-1] == (*outline.turns, told) for each in points)
-    assert [each.shares_prefix for each in writer.requests] == [False, True, True, True]
-    assert [each.max_reasoning for each in writer.requests] == [0] * 4
-
-
-async def test_each_point_is_named_in_its_request(writer: Writer) -> None:
-    await events_of(writer)
-
-    asked = [each.turns[-1]["content"] for each in writer.requests[1:]]
-    assert ['point 1, "Parks"' in asked[0], 'point 2, "Work"' in asked[1]] == [True, True]
-
-
-async def test_each_point_has_a_seed_of_its_own_that_follows_from_that_of_the_request() -> None:
-    seeds = []
-    for _ in range(2):
-        writer = Writer()
-        await events_of(writer, replace(ASKED, sampling=replace(ASKED.sampling, seed=7)))
-        seeds.append([each.sampling.seed for each in writer.requests])
-    other = Writer()
-    await events_of(other, replace(ASKED, sampling=replace(ASKED.sampling, seed=8)))
-
-    assert seeds[0] == seeds[1]
-    assert len({*seeds[0], *(each.sampling.seed for each in other.requests)}) == 8
-    assert seeds[0][0] == 7
-
-
-async def test_the_points_share_the_tokens_that_the_outline_left(writer: Writer) -> None:
-    await events_of(writer)
-
-    limits = [each.max_tokens for each in writer.requests]
-    assert limits == [100, 132, 132, 132]  # 400 less the four words of the outline
 
 
 async def test_a_point_that_ends_at_its_length_is_told(writer: Writer) -> None:
@@ -273,118 +214,3 @@ async def test_auto_lets_the_model_decline(writer: Writer) -> None:
 
     asked = [each.requests[0].turns[-1]["content"] for each in (writer, forced)]
     assert ["NONE" in each for each in asked] == [True, False]
-
-
-@pytest.mark.parametrize(
-    "question",
-    [
-        "Write a Python function that sorts",
-        "Explain this:\n```\nx += y\n```",
-        "Write quicksort in C++",
-        "Sort a list in Java",
-        "Make me a page of HTML",
-        "What is 12 * 7?",
-        "What is 12 times 7?",
-        "What are 15% of 80?",
-        "Tell me the square root of 2",
-        "Solve x for me",
-        "Answer in one word",
-        "Explain rings in two sentences",
-        "Describe bees in at most 20 words",
-        "Who wrote Hamlet?",
-        "When did the war end?",
-        "What is the capital of France?",
-        "How many legs has a bee?",
-        "Summarise this chapter",
-    ],
-)
-async def test_auto_asks_for_no_outline_of_code_mathematics_and_short_answers(
-    writer: Writer, question: str
-) -> None:
-    request = replace(ASKED, turns=({"role": "user", "content": question},))
-
-    await events_of(writer, request, OutlineMode.AUTO)
-
-    assert writer.requests == [request]
-
-
-@pytest.mark.parametrize(
-    "before",
-    [
-        (Turn(role="system", content="Answer briefly."),),
-        (Turn(role="system", content="Reply with one sentence."),),
-        (QUESTION, Turn(role="assistant", content="So:\n```\nprint(1)\n```")),
-    ],
-)
-async def test_auto_asks_for_no_outline_where_the_conversation_has_short_answers_or_code(
-    writer: Writer, before: tuple[Turn, ...]
-) -> None:
-    request = replace(ASKED, turns=(*before, QUESTION))
-
-    await events_of(writer, request, OutlineMode.AUTO)
-
-    assert writer.requests == [request]
-
-
-@pytest.mark.parametrize(
-    "question",
-    [
-        "How do bees live?",
-        "Compare cats and dogs",
-        "Can you describe how a bill becomes a law?",
-        "Explain the causes of the war of 1914",
-        "What is a ring, and how does it answer together?",
-        "Give me a guide to growing tomatoes",
-        "Where should I travel in Spain, and why?",
-    ],
-)
-async def test_auto_asks_for_an_outline_of_long_answers(writer: Writer, question: str) -> None:
-    turns = (
-        Turn(role="system", content="You are a helpful assistant."),
-        QUESTION,
-        Turn(role="assistant", content="Parks, work and friends do."),
-        Turn(role="user", content=question),
-    )
-
-    await events_of(writer, replace(ASKED, turns=turns), OutlineMode.AUTO)
-
-    assert len(writer.requests) == 4
-    assert "outline" in writer.requests[0].turns[-1]["content"]
-
-
-@pytest.mark.parametrize("place", ["before", "behind"])
-def test_the_ends_of_a_long_question_say_what_is_asked(place: str) -> None:
-    asked, text = "Answer in one word: ", "bees live in hives. " * SEARCHED_CHARS
-    content = asked + text if place == "before" else text + asked
-    request = replace(ASKED, turns=(Turn(role="user", content=content),))
-
-    assert not may_be_long(request)
-    assert may_be_long(replace(ASKED, turns=(Turn(role="user", content=text + asked + text),)))
-
-
-UNFIT = {
-    "raw": {"raw": "Once", "turns": ()},
-    "ids": {"ids": (1, 2), "turns": ()},
-    "given": {"given": (1,)},
-    "stop": {"stop": ("END",)},
-    "schema": {"schema": "{}"},
-    "tools": {"tools": Tools('[{"name": "f"}]')},
-    "reasoning": {"thinks": True},
-    "max_reasoning_tokens": {"max_reasoning": 9},
-    "logprobs": {"logprobs": 2},
-    "max_tokens": {"max_tokens": 127},
-    "message of the user": {"turns": (QUESTION, {"role": "assistant", "content": "Well"})},
-}
-
-
-@pytest.mark.parametrize("name", UNFIT)
-async def test_a_request_that_cannot_be_outlined_is_refused_or_answered_as_usual(
-    writer: Writer, name: str
-) -> None:
-    request = replace(ASKED, **UNFIT[name])  # type: ignore[arg-type]  # fields by name
-
-    with pytest.raises(WrongField, match=name):
-        await events_of(writer, request)
-    await events_of(writer, request, OutlineMode.AUTO)
-
-    assert writer.requests == [request]

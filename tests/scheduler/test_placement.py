@@ -7,18 +7,7 @@ from meshllm.protocol.planning.plan import Ends, LinkSpeed, Plan, PlanStage
 from meshllm.protocol.planning.problem import memory_for
 from meshllm.scheduler.load import Lengths, ModelLoad
 from meshllm.scheduler.placement import ReplicaOption, Spread, Workload, make_option
-from meshllm.scheduler.proportional import memory_proportional
-from tests.builders.meshes import (
-    A100,
-    CHAT,
-    GH200,
-    GIB,
-    KINDS,
-    LLAMA_8B,
-    LLAMA_70B,
-    mesh,
-    served,
-)
+from tests.builders.meshes import A100, CHAT, GH200, GIB, KINDS, LLAMA_8B, LLAMA_70B, mesh, served
 from tests.builders.offers import A
 
 DESKTOP = KINDS[4]
@@ -109,21 +98,3 @@ def test_a_ring_visits_near_machines_one_after_another() -> None:
     assert option is not None
     assert option.kinds in {(0, 0, 1, 1), (0, 1, 1, 0)}
     assert option.engine.decode(1, 0).base > 0.2
-
-
-def test_memory_alone_gives_models_machines_by_their_weights() -> None:
-    both = mesh(served(LLAMA_8B), served(LLAMA_70B), kinds=(replace(A100, count=8),))
-
-    found = memory_proportional(both)
-
-    machines = [sum(each.machines for each in found if each.model == model) for model in (0, 1)]
-    assert machines == [1, 7]
-    assert [each.machines for each in found if each.model == 1] == [3, 4]
-
-
-def test_memory_alone_still_serves_all_models_that_fit() -> None:
-    tight = mesh(served(LLAMA_8B), served(LLAMA_70B), kinds=(replace(A100, count=4),))
-
-    assert {each.model for each in memory_proportional(tight)} == {0, 1}
-    lone = mesh(served(LLAMA_8B), served(LLAMA_70B), kinds=(replace(A100, count=1),))
-    assert {each.model for each in memory_proportional(lone)} == {0}

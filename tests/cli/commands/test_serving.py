@@ -10,8 +10,8 @@ from meshllm.cli.shared.client import NodeClient
 from meshllm.errors import ModelMissing
 from meshllm.node.options import ModelOptions
 from meshllm.status import ModelStatus
+from tests.builders.model_configs import LLAMA_8B
 from tests.cli.conftest import Invoke
-from tests.scheduler.test_roofline import LLAMA_8B
 
 SERVED = ModelStatus("org/m", 12, 64, "bfloat16", "none", replicas=2, key="00" * 8)
 

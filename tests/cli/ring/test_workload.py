@@ -9,9 +9,10 @@ from meshllm.errors import UserError
 from meshllm.status import CostTable, MeshStatus, to_json
 from meshllm.traces.trace import TraceLine
 from tests.builders.fake_client import FakeClient
+from tests.builders.meshes import NODE
+from tests.builders.model_configs import LLAMA_8B
 from tests.builders.status import node_id, status_of, waiting, with_node, with_ring
 from tests.cli.conftest import Invoke
-from tests.scheduler.test_roofline import LLAMA_8B, NODE
 
 PAIR = """
 [[model]]
