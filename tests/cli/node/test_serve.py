@@ -13,8 +13,6 @@ import httpx2
 import pytest
 
 from meshllm.api.access.accounts import Accounts, KeyLimits
-from meshllm.api.serve import serve
-from meshllm.api.unix import is_answered
 from meshllm.cli.node.serve import _until_signal
 from meshllm.cli.shared.signals import Drain
 from meshllm.config import Settings
@@ -23,23 +21,10 @@ from meshllm.protocol.trust.credential import Role
 from meshllm.protocol.trust.ticket import Ticket
 from meshllm.traces.trace import read_trace
 from tests.builders.fake_node import FakeNode
-from tests.builders.waiting import until
+from tests.builders.served import running
 from tests.cli.conftest import Invoke
 
 pytestmark = pytest.mark.socket
-
-
-@asynccontextmanager
-async def running(node: FakeNode, path: Path) -> AsyncIterator[None]:
-    """Serve a node on the socket of a state folder."""
-    task = asyncio.ensure_future(serve(node, path))
-    await until(lambda: is_answered(path))
-    try:
-        yield
-    finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
 
 
 @asynccontextmanager
