@@ -1,7 +1,5 @@
 import asyncio
-import json
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -10,27 +8,12 @@ import pytest
 
 from meshllm.api.respond import KEEP_ALIVE_S
 from meshllm.api.v1 import chat
-from meshllm.request import (
-    FinishReason,
-    Logprob,
-    Piece,
-    Request,
-    Sampling,
-    TokenLogprobs,
-    ToolCall,
-    Tools,
-    Turn,
-)
+from meshllm.request import Logprob, Piece, Request, Sampling, TokenLogprobs, ToolCall, Tools
+from tests.builders.bodies import BODY, HI, PATH, STREAM, chunks_of
 from tests.builders.fake_node import FOX, FakeNode
-from tests.builders.fake_ring import answer_of
 from tests.builders.tool_calls import CALL, CHAT_TOOL, ONE_CALL
-from tests.builders.waiting import timers_fired
 from tests.builders.writer import Writer
 
-PATH = "/v1/chat/completions"
-HI = {"role": "user", "content": "hi"}
-BODY: dict[str, Any] = {"model": "builtin", "messages": [HI]}
-STREAM = BODY | {"stream": True}
 OUTLINED = "1. Parks\n\ntext of 1\n\n2. Work\n\ntext of 2\n\n3. Friends\n\ntext of 3"
 
 
@@ -41,12 +24,6 @@ def named(name: str) -> dict[str, Any]:
 def with_schema(**fields: Any) -> dict[str, Any]:
     wanted = {"name": "number", "schema": {"type": "integer"}, **fields}
     return {"response_format": {"type": "json_schema", "json_schema": wanted}}
-
-
-def chunks_of(said: httpx2.Response) -> list[Any]:
-    """Read server-sent events; the last of a whole stream is `[DONE]`."""
-    data = [part.removeprefix("data: ") for part in said.text.split("\n\n") if part]
-    return [json.loads(each) if each.startswith("{") else each for each in data]
 
 
 async def test_a_completion_without_streaming(client: httpx2.AsyncClient) -> None:
@@ -97,23 +74,6 @@ async def test_a_stream_begins_with_the_role_and_ends_with_done(
     assert not any("usage" in chunk for chunk in chunks)
 
 
-async def test_usage_is_last_and_only_on_request(client: httpx2.AsyncClient) -> None:
-    asked = STREAM | {"stream_options": {"include_usage": True}}
-
-    *chunks, last, done = chunks_of(await client.post(PATH, json=asked))
-
-    assert done == "[DONE]"
-    assert last["choices"] == []
-    assert last["usage"] == {
-        "prompt_tokens": 2,
-        "completion_tokens": 5,
-        "total_tokens": 7,
-        "prompt_tokens_details": {"cached_tokens": 0},
-        "completion_tokens_details": {"reasoning_tokens": 0},
-    }
-    assert [chunk["usage"] for chunk in chunks] == [None] * len(chunks)
-
-
 async def test_an_early_error_of_a_stream_has_a_status(
     client: httpx2.AsyncClient, door: FakeNode
 ) -> None:
@@ -122,16 +82,6 @@ async def test_an_early_error_of_a_stream_has_a_status(
     said = await client.post(PATH, json=STREAM)
 
     assert (said.status_code, said.json()["error"]["message"]) == (500, "It broke; mend it")
-
-
-async def test_a_late_error_of_a_stream_is_its_last_event(
-    client: httpx2.AsyncClient, door: FakeNode
-) -> None:
-    door.fails_at = 2
-
-    *_, last = chunks_of(await client.post(PATH, json=STREAM))
-
-    assert last["error"]["message"] == "It broke; mend it"
 
 
 async def test_comments_keep_a_silent_stream_open(
@@ -147,17 +97,6 @@ async def test_comments_keep_a_silent_stream_open(
 
     first, *_, done = said.text.split("\n\n")[:-1]
     assert (first, done) == (": patience", "data: [DONE]")
-
-
-async def test_an_answer_of_max_tokens_has_the_reason_length(
-    client: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cut = replace(answer_of("x", 1), finish_reason=FinishReason.LENGTH)
-    monkeypatch.setattr("tests.builders.fake_node.answer_of", lambda *_: cut)
-
-    said = (await client.post(PATH, json=BODY)).json()
-
-    assert said["choices"][0]["finish_reason"] == "length"
 
 
 async def test_every_parameter_reaches_the_mesh(client: httpx2.AsyncClient, door: FakeNode) -> None:
@@ -184,90 +123,6 @@ async def test_every_parameter_reaches_the_mesh(client: httpx2.AsyncClient, door
     ]
 
 
-async def test_a_null_field_is_ignored(client: httpx2.AsyncClient, door: FakeNode) -> None:
-    names = ("stream", "stream_options", "n", "max_tokens", "stop", "temperature", "seed")
-
-    await client.post(PATH, json=BODY | dict.fromkeys(names))
-
-    (request,) = door.requests
-    assert replace(request, sampling=Sampling()) == Request(turns=(TURN,))
-
-
-async def test_a_seed_is_drawn_and_shown(client: httpx2.AsyncClient, door: FakeNode) -> None:
-    shown = [(await client.post(PATH, json=BODY)).json()["meshllm"]["seed"] for _ in range(3)]
-    again = await client.post(PATH, json=BODY | {"seed": shown[0]})
-
-    assert len(set(shown)) == 3
-    assert [each.sampling.seed for each in door.requests] == [*shown, shown[0]]
-    assert again.json()["meshllm"] == {"seed": shown[0]}
-
-
-@pytest.mark.parametrize("seed", [-1, -(2**63), 2**63, 2**64 - 1])
-async def test_every_seed_of_64_bits_is_accepted(
-    client: httpx2.AsyncClient, door: FakeNode, seed: int
-) -> None:
-    said = await client.post(PATH, json=BODY | {"seed": seed})
-
-    assert said.status_code == 200
-    assert 0 <= door.requests[0].sampling.seed < 2**63
-
-
-async def test_the_default_temperature_is_openais(
-    client: httpx2.AsyncClient, door: FakeNode
-) -> None:
-    await client.post(PATH, json=BODY)
-    await client.post(PATH, json=BODY | {"temperature": 0})
-
-    assert [each.sampling.temperature for each in door.requests] == [1.0, 0.0]
-
-
-async def test_several_choices_have_seeds_of_their_own(
-    client: httpx2.AsyncClient, door: FakeNode
-) -> None:
-    said = (await client.post(PATH, json=BODY | {"n": 3, "seed": 2**63 - 1})).json()
-
-    assert [each["index"] for each in said["choices"]] == [0, 1, 2]
-    assert [each["message"]["content"] for each in said["choices"]] == ["hello"] * 3
-    assert [each.sampling.seed for each in door.requests] == [2**63 - 1, 0, 1]
-    assert said["usage"]["prompt_tokens"] == 2
-    assert said["usage"]["completion_tokens"] == 15
-
-
-async def test_a_stream_of_several_choices_ends_once(client: httpx2.AsyncClient) -> None:
-    options = {"n": 2, "stream_options": {"include_usage": True}}
-    *chunks, usage, done = chunks_of(await client.post(PATH, json=STREAM | options))
-
-    for index in (0, 1):
-        own = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
-        assert [each["delta"] for each in own] == [
-            {"role": "assistant", "content": ""},
-            {"content": "hello"},
-            {"content": " w\u2028rld"},
-            {},
-        ]
-        assert own[-1]["finish_reason"] == "stop"
-    assert (usage["choices"], usage["usage"]["completion_tokens"], done) == ([], 10, "[DONE]")
-
-
-@pytest.mark.parametrize(
-    "extra",
-    [
-        {"user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto"},
-        {"safety_identifier": "x", "prompt_cache_key": "y", "prediction": {"type": "content"}},
-        {"modalities": ["text"], "response_format": {"type": "text"}, "tools": []},
-        {"tool_choice": "none", "parallel_tool_calls": True, "logprobs": False},
-    ],
-    ids=range(4),
-)
-async def test_what_changes_no_answer_is_ignored(
-    client: httpx2.AsyncClient, door: FakeNode, extra: dict[str, Any]
-) -> None:
-    said = await client.post(PATH, json=BODY | {"temperature": 0, "seed": 0} | extra)
-
-    assert said.status_code == 200
-    assert door.requests == [Request(turns=(TURN,))]
-
-
 @pytest.mark.parametrize(
     ("form", "schema"),
     [
@@ -285,9 +140,6 @@ async def test_an_answer_follows_a_schema(
 
     assert said.status_code == 200
     assert door.requests[0].schema == schema
-
-
-TURN: Turn = {"role": "user", "content": "hi"}
 
 
 async def test_a_developers_message_is_a_system_message(
@@ -576,101 +428,6 @@ async def test_an_outline_is_streamed(client: httpx2.AsyncClient, door: FakeNode
     assert (deltas[1], done) == ({"content": "1. Parks"}, "[DONE]")
 
 
-@pytest.mark.parametrize("extension", [None, {}, {"outline": None}, {"outline": False}])
-async def test_no_answer_is_outlined_unless_asked(
-    client: httpx2.AsyncClient, door: FakeNode, extension: Any
-) -> None:
-    await client.post(PATH, json=BODY | {"meshllm": extension})
-
-    assert [each.turns for each in door.requests] == [(Turn(role="user", content="hi"),)]
-
-
-async def test_several_answers_are_not_outlined(client: httpx2.AsyncClient, door: FakeNode) -> None:
-    for outline, status in ((True, 400), ("auto", 200)):
-        asked = BODY | {"n": 2, "meshllm": {"outline": outline}}
-        assert (await client.post(PATH, json=asked)).status_code == status
-
-    assert [each.turns[0]["content"] for each in door.requests] == ["hi", "hi"]
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"meshllm": {"outline": "maybe"}}, "meshllm.outline"),
-        ({"meshllm": {"outline": 1}}, "meshllm.outline"),
-        ({"meshllm": {"outlines": True}}, "meshllm.outlines"),
-        ({"meshllm": True}, "meshllm"),
-        ({"meshllm": {"outline": True}, "stop": "END"}, "meshllm.outline"),
-        ({"meshllm": {"outline": True}, "max_tokens": 9}, "meshllm.outline"),
-    ],
-)
-async def test_an_outline_that_cannot_be_made_is_refused(
-    client: httpx2.AsyncClient, door: FakeNode, fields: dict[str, Any], param: str
-) -> None:
-    said = await client.post(PATH, json=BODY | fields)
-
-    assert (said.status_code, said.json()["error"]["param"]) == (400, param)
-    assert door.requests == []
-
-
-@pytest.mark.parametrize(
-    ("model", "needs", "param"),
-    [
-        ("builtin", {"min_precision": "bf16", "min_context": 0}, None),
-        ("builtin", {"min_precision": "fp32"}, "min_precision"),
-        ("builtin", {"min_precision": "gold"}, "min_precision"),
-        ("builtin", {"min_context": 1}, "min_context"),
-        ("builtin", {"deadline_ms": 0}, "deadline_ms"),
-        ("builtin", {"first_token_ms": 0}, "first_token_ms"),
-        ("builtin", {"affinity": "x" * 128}, None),
-        ("builtin", {"affinity": "x" * 129}, "affinity"),
-        ("builtin", {"exact": True}, "exact"),
-        ("builtin", {"exact": False, "min_precision": "bf16"}, None),
-        ("fox", {"exact": True}, "exact"),
-        ("fox", {"min_precision": "bf16", "min_context": 2048}, None),
-        ("fox", {"min_context": 2049}, "min_context"),
-    ],
-)
-async def test_what_a_request_needs_is_met_or_refused(
-    client: httpx2.AsyncClient, door: FakeNode, model: str, needs: dict[str, Any], param: str | None
-) -> None:
-    door.provided = (FOX,)
-
-    said = await client.post(PATH, json=BODY | {"model": model, "meshllm": needs})
-
-    assert said.status_code == (400 if param else 200)
-    assert len(door.requests) == (0 if param else 1)
-    if param:
-        assert said.json()["error"]["param"] == f"meshllm.{param}"
-    else:
-        assert said.headers["x-meshllm-precision"] in {"bfloat16", "bf16"}
-
-
-async def test_of_several_providers_those_are_asked_that_have_what_a_request_needs(
-    client: httpx2.AsyncClient, door: FakeNode
-) -> None:
-    door.provided = (replace(FOX, precision="", context=2048, providers=("gpu", "desk")),)
-    needs = {"min_precision": "bf16", "min_context": 4096, "affinity": "manual"}
-
-    said = await client.post(PATH, json=BODY | {"model": "fox", "meshllm": needs})
-
-    assert said.status_code == 200
-    (asked,) = door.requests
-    assert (asked.min_bits, asked.min_context, asked.affinity) == (16, 4096, "manual")
-
-
-async def test_a_model_of_unknown_precision_meets_none(
-    client: httpx2.AsyncClient, door: FakeNode
-) -> None:
-    door.provided = (replace(FOX, precision=""),)
-
-    said = await client.post(
-        PATH, json=BODY | {"model": "fox", "meshllm": {"min_precision": "int4"}}
-    )
-
-    assert "of unknown precision" in said.json()["error"]["message"]
-
-
 async def test_a_model_of_a_provider_is_asked_for_by_name(
     client: httpx2.AsyncClient, door: FakeNode
 ) -> None:
@@ -680,54 +437,3 @@ async def test_a_model_of_a_provider_is_asked_for_by_name(
 
     assert said.json()["model"] == "fox"
     assert (door.requests[0].model, door.requests[0].trusted) == ("fox", ("gpu",))
-
-
-async def test_an_answer_before_its_deadline_is_whole(client: httpx2.AsyncClient) -> None:
-    said = await client.post(PATH, json=BODY | {"meshllm": {"deadline_ms": 3_600_000}})
-
-    assert said.json()["choices"][0]["message"]["content"] == "hello"
-
-
-async def test_an_answer_that_has_begun_in_time_may_take_longer(
-    client: httpx2.AsyncClient, door: FakeNode, advance: Callable[[float], None]
-) -> None:
-    door.waits_at = 2  # behind the first text
-    needs = {"first_token_ms": 1_800_000, "deadline_ms": 3_600_000}
-
-    asking = asyncio.ensure_future(client.post(PATH, json=BODY | {"meshllm": needs}))
-    await door.begun.wait()
-    advance(1800)
-    await timers_fired()
-    assert not asking.done()
-    advance(1800)
-    said = await asking
-
-    assert "not complete within 3600 s" in said.json()["error"]["message"]
-    assert door.closed.is_set()
-
-
-@pytest.mark.parametrize(("mode", "status"), [(True, 400), ("auto", 200)])
-async def test_a_model_of_a_provider_is_not_outlined(
-    client: httpx2.AsyncClient, door: FakeNode, mode: object, status: int
-) -> None:
-    door.provided = (FOX,)
-
-    said = await client.post(PATH, json=BODY | {"model": "fox", "meshllm": {"outline": mode}})
-
-    assert said.status_code == status
-
-
-async def test_an_answer_behind_its_deadline_is_an_error(
-    client: httpx2.AsyncClient, door: FakeNode, advance: Callable[[float], None]
-) -> None:
-    door.waits_at = 2
-
-    fields = BODY | {"meshllm": {"deadline_ms": 3_600_000}}
-    asking = asyncio.ensure_future(client.post(PATH, json=fields))
-    await door.begun.wait()
-    advance(3600)
-    said = await asking
-
-    assert said.status_code == 503
-    assert "not complete within 3600 s" in said.json()["error"]["message"]
-    assert door.closed.is_set()

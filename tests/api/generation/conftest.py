@@ -1,0 +1,16 @@
+from dataclasses import replace
+
+import pytest
+
+from meshllm.status import ModelStatus
+from tests.builders.fake_node import FakeNode
+
+
+@pytest.fixture
+def exact(door: FakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def models(_: FakeNode) -> list[ModelStatus]:
+        known = door.report().model
+        assert known
+        return [replace(known, epoch=7, is_exact=True)]
+
+    monkeypatch.setattr(FakeNode, "models", models)

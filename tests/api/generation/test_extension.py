@@ -1,0 +1,210 @@
+"""The object `meshllm` of a request: what it needs, its deadlines, outlines."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import httpx2
+import pytest
+
+from meshllm.request import Turn
+from tests.builders.bodies import BODY, MESSAGES, PATH, PATHS
+from tests.builders.fake_node import FOX, FakeNode
+from tests.builders.waiting import timers_fired
+
+
+@pytest.mark.usefixtures("exact")
+async def test_an_exact_ring_meets_exact(client: httpx2.AsyncClient, door: FakeNode) -> None:
+    asked = {"model": "builtin", "messages": MESSAGES, "meshllm": {"exact": True}}
+
+    assert (await client.post("/v1/chat/completions", json=asked)).status_code == 200
+    assert [each.needs_exact for each in door.requests] == [True]  # others may not answer it
+
+
+@pytest.mark.parametrize("path", [*PATHS, "/v1/messages/count_tokens"])
+@pytest.mark.parametrize(
+    ("needs", "told"),
+    [({"exact": True}, "bit-identically"), ({"min_precision": "fp32"}, "is bfloat16")],
+    ids=["exact", "min_precision"],
+)
+async def test_every_route_refuses_what_is_not_met(
+    client: httpx2.AsyncClient, door: FakeNode, path: str, needs: dict[str, object], told: str
+) -> None:
+    body = PATHS.get(path, {"messages": MESSAGES})
+
+    said = await client.post(path, json={"model": "builtin", **body, "meshllm": needs})
+
+    assert said.status_code == 400
+    assert told in said.json()["error"]["message"]
+    assert not door.requests
+
+
+@pytest.mark.parametrize("path", [*PATHS, "/v1/messages/count_tokens"])
+async def test_a_deadline_ends_the_answer_of_every_route(
+    client: httpx2.AsyncClient, door: FakeNode, advance: Callable[[float], None], path: str
+) -> None:
+    door.waits_at = 0
+    body = PATHS.get(path, {"messages": MESSAGES})
+    asked = {"model": "builtin", **body, "meshllm": {"deadline_ms": 3_600_000}}
+
+    asking = asyncio.ensure_future(client.post(path, json=asked))
+    await door.begun.wait()
+    advance(3600)
+    said = await asking
+
+    assert said.status_code == 503
+    assert "not complete within 3600 s" in said.json()["error"]["message"]
+    assert door.closed.is_set()
+
+
+@pytest.mark.parametrize("path", [*PATHS, "/v1/messages/count_tokens"])
+async def test_an_answer_of_every_route_begins_in_time_or_is_refused(
+    client: httpx2.AsyncClient, door: FakeNode, advance: Callable[[float], None], path: str
+) -> None:
+    door.waits_at = 1  # behind the progress of the prompt
+    body = PATHS.get(path, {"messages": MESSAGES})
+    asked = {"model": "builtin", **body, "meshllm": {"first_token_ms": 3_600_000}}
+
+    asking = asyncio.ensure_future(client.post(path, json=asked))
+    await door.begun.wait()
+    advance(3600)
+    said = await asking
+
+    assert (said.status_code, said.headers["retry-after"]) == (503, "2")
+    assert "did not begin within 3600 s; retry later" in said.json()["error"]["message"]
+    assert door.closed.is_set()
+
+
+@pytest.mark.parametrize("extension", [None, {}, {"outline": None}, {"outline": False}])
+async def test_no_answer_is_outlined_unless_asked(
+    client: httpx2.AsyncClient, door: FakeNode, extension: Any
+) -> None:
+    await client.post(PATH, json=BODY | {"meshllm": extension})
+
+    assert [each.turns for each in door.requests] == [(Turn(role="user", content="hi"),)]
+
+
+async def test_several_answers_are_not_outlined(client: httpx2.AsyncClient, door: FakeNode) -> None:
+    for outline, status in ((True, 400), ("auto", 200)):
+        asked = BODY | {"n": 2, "meshllm": {"outline": outline}}
+        assert (await client.post(PATH, json=asked)).status_code == status
+
+    assert [each.turns[0]["content"] for each in door.requests] == ["hi", "hi"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"meshllm": {"outline": "maybe"}}, "meshllm.outline"),
+        ({"meshllm": {"outline": 1}}, "meshllm.outline"),
+        ({"meshllm": {"outlines": True}}, "meshllm.outlines"),
+        ({"meshllm": True}, "meshllm"),
+        ({"meshllm": {"outline": True}, "stop": "END"}, "meshllm.outline"),
+        ({"meshllm": {"outline": True}, "max_tokens": 9}, "meshllm.outline"),
+    ],
+)
+async def test_an_outline_that_cannot_be_made_is_refused(
+    client: httpx2.AsyncClient, door: FakeNode, fields: dict[str, Any], param: str
+) -> None:
+    said = await client.post(PATH, json=BODY | fields)
+
+    assert (said.status_code, said.json()["error"]["param"]) == (400, param)
+    assert door.requests == []
+
+
+@pytest.mark.parametrize(
+    ("model", "needs", "param"),
+    [
+        ("builtin", {"min_precision": "bf16", "min_context": 0}, None),
+        ("builtin", {"min_precision": "fp32"}, "min_precision"),
+        ("builtin", {"min_precision": "gold"}, "min_precision"),
+        ("builtin", {"min_context": 1}, "min_context"),
+        ("builtin", {"deadline_ms": 0}, "deadline_ms"),
+        ("builtin", {"first_token_ms": 0}, "first_token_ms"),
+        ("builtin", {"affinity": "x" * 128}, None),
+        ("builtin", {"affinity": "x" * 129}, "affinity"),
+        ("builtin", {"exact": True}, "exact"),
+        ("builtin", {"exact": False, "min_precision": "bf16"}, None),
+        ("fox", {"exact": True}, "exact"),
+        ("fox", {"min_precision": "bf16", "min_context": 2048}, None),
+        ("fox", {"min_context": 2049}, "min_context"),
+    ],
+)
+async def test_what_a_request_needs_is_met_or_refused(
+    client: httpx2.AsyncClient, door: FakeNode, model: str, needs: dict[str, Any], param: str | None
+) -> None:
+    door.provided = (FOX,)
+
+    said = await client.post(PATH, json=BODY | {"model": model, "meshllm": needs})
+
+    assert said.status_code == (400 if param else 200)
+    assert len(door.requests) == (0 if param else 1)
+    if param:
+        assert said.json()["error"]["param"] == f"meshllm.{param}"
+    else:
+        assert said.headers["x-meshllm-precision"] in {"bfloat16", "bf16"}
+
+
+async def test_of_several_providers_those_are_asked_that_have_what_a_request_needs(
+    client: httpx2.AsyncClient, door: FakeNode
+) -> None:
+    door.provided = (replace(FOX, precision="", context=2048, providers=("gpu", "desk")),)
+    needs = {"min_precision": "bf16", "min_context": 4096, "affinity": "manual"}
+
+    said = await client.post(PATH, json=BODY | {"model": "fox", "meshllm": needs})
+
+    assert said.status_code == 200
+    (asked,) = door.requests
+    assert (asked.min_bits, asked.min_context, asked.affinity) == (16, 4096, "manual")
+
+
+async def test_an_answer_before_its_deadline_is_whole(client: httpx2.AsyncClient) -> None:
+    said = await client.post(PATH, json=BODY | {"meshllm": {"deadline_ms": 3_600_000}})
+
+    assert said.json()["choices"][0]["message"]["content"] == "hello"
+
+
+async def test_an_answer_that_has_begun_in_time_may_take_longer(
+    client: httpx2.AsyncClient, door: FakeNode, advance: Callable[[float], None]
+) -> None:
+    door.waits_at = 2  # behind the first text
+    needs = {"first_token_ms": 1_800_000, "deadline_ms": 3_600_000}
+
+    asking = asyncio.ensure_future(client.post(PATH, json=BODY | {"meshllm": needs}))
+    await door.begun.wait()
+    advance(1800)
+    await timers_fired()
+    assert not asking.done()
+    advance(1800)
+    said = await asking
+
+    assert "not complete within 3600 s" in said.json()["error"]["message"]
+    assert door.closed.is_set()
+
+
+@pytest.mark.parametrize(("mode", "status"), [(True, 400), ("auto", 200)])
+async def test_a_model_of_a_provider_is_not_outlined(
+    client: httpx2.AsyncClient, door: FakeNode, mode: object, status: int
+) -> None:
+    door.provided = (FOX,)
+
+    said = await client.post(PATH, json=BODY | {"model": "fox", "meshllm": {"outline": mode}})
+
+    assert said.status_code == status
+
+
+async def test_an_answer_behind_its_deadline_is_an_error(
+    client: httpx2.AsyncClient, door: FakeNode, advance: Callable[[float], None]
+) -> None:
+    door.waits_at = 2
+
+    fields = BODY | {"meshllm": {"deadline_ms": 3_600_000}}
+    asking = asyncio.ensure_future(client.post(PATH, json=fields))
+    await door.begun.wait()
+    advance(3600)
+    said = await asking
+
+    assert said.status_code == 503
+    assert "not complete within 3600 s" in said.json()["error"]["message"]
+    assert door.closed.is_set()
