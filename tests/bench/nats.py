@@ -19,13 +19,12 @@ from dataclasses import dataclass
 from meshllm.testing.clock import run_virtual
 from meshllm.transport.contract import Path
 from tests.bench.report import Report, parser_of
-from tests.plugins.quic.test_matrix import is_reachable
 from tests.plugins.quic.world import relayed
 from tests.processes.capture import capturing
 from tests.processes.fleet import Waited, ask, meshllm, open_fleet, until
 from tests.processes.namespaces import Router, can_make_namespaces
 from tests.processes.street import ATTIC, BENCH, Residents, Traffic, open_residents
-from tests.simulation.nat import KINDS
+from tests.simulation.nat import KINDS, is_reachable
 
 QUESTION = "What is a ring?"
 PROBED_S = 12.0

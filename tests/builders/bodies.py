@@ -13,7 +13,6 @@ PATHS: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "hi"},
     "/v1/embeddings": {"input": "hi"},
 }
-
 PATH = "/v1/chat/completions"
 HI = {"role": "user", "content": "hi"}
 BODY: dict[str, Any] = {"model": "builtin", "messages": [HI]}

@@ -155,3 +155,17 @@ class Table:
     def _lives(self, session: _Session, now: float) -> bool:
         life_s = self.kind.replied_s if session.is_replied else self.kind.unreplied_s
         return now < session.sent_at + life_s
+
+
+HARD = {"symmetric", "symmetric address", "symmetric full"}
+FILTERED_BY_PORT = {"port-restricted", "symmetric"}
+
+
+def is_reachable(a: str, b: str) -> bool:
+    """Return whether hole punching works without port prediction (RFC 5128 section 3.3.5)."""
+    if a not in HARD and b not in HARD:
+        return True
+    if {a, b} <= HARD:
+        return {a, b} == {"symmetric address", "symmetric full"}
+    easy = b if a in HARD else a
+    return easy not in FILTERED_BY_PORT

@@ -120,6 +120,11 @@ def run_some(seeds: Sequence[int], rings: str, level: str) -> list[str]:
     return told
 
 
+def told(world: World) -> str:
+    """Return what is wrong with a world, and its history."""
+    return "\n".join([*world.wrong, *world.history])
+
+
 def main() -> None:
     """Run schedules, and stop at the first that goes wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)

@@ -18,9 +18,9 @@ from meshllm.protocol.planning.plan import Plan
 from meshllm.request import Request, Sampling
 from tests.simulation.asking import Asked, read
 from tests.simulation.mesh_world import member
-from tests.simulation.node_world import shortcuts, simulate
+from tests.simulation.node_world import shortcuts, simulate, told
+from tests.simulation.one_loss import OneLoss
 from tests.simulation.schedule import Schedule
-from tests.simulation.test_nodes import OneLoss, told
 from tests.simulation.toy import LAYERS, reference
 from tests.simulation.world import World
 

@@ -8,9 +8,8 @@ import pytest
 
 from meshllm.names import GroupId
 from meshllm.node.agreement.further_rings import FurtherRings
-from tests.simulation.node_world import shortcuts, simulate
+from tests.simulation.node_world import shortcuts, simulate, told
 from tests.simulation.several import SeveralSchedule, SharedSchedule, SpanSchedule
-from tests.simulation.test_nodes import told
 
 BLOCK = 10  # schedules
 FOUND = (144,)  # a node whose compute thread hung offered layers of another model

@@ -10,7 +10,7 @@ from meshllm.node.ring.local_ring import RingOptions, open_local_ring
 from meshllm.testing.counting import CountingTransport
 from meshllm.transport.contract import Channel
 from meshllm_loopback import LoopbackTransport
-from tests.integration.ring.test_prefixes import PROMPT, ask
+from tests.builders.prefixes import PROMPT, ask
 
 TOKENS = 12
 

@@ -15,7 +15,7 @@ from meshllm.model.split.kv_cache import SpanCache
 from meshllm.names import NodeId
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
-from meshllm.node.session.generation import Ended, GenerationRequest, Token
+from meshllm.node.session.generation import GenerationRequest, Token
 from meshllm.node.session.resume import ResumeKey, session_of
 from meshllm.protocol.kv_cache.prefix_index import MAX_KEPT
 from meshllm.protocol.kv_cache.prefix_matching import MIN_SHARED
@@ -26,10 +26,9 @@ from meshllm.testing.clock import run_virtual
 from meshllm.testing.counting import CountingTransport
 from meshllm.testing.models import tiny_model
 from meshllm_loopback import LoopbackTransport
+from tests.builders.prefixes import PROMPT, TOKENS, ask
 
-PROMPT = tuple((7 * i + 3) % 61 for i in range(40))
 MORE = (91, 92, 93)
-TOKENS = 6
 
 
 @asynccontextmanager
@@ -40,36 +39,6 @@ async def ring_of(folder: Path, nodes: int = 2, **options: int | bool) -> AsyncI
     )
     async with open_local_ring(resolve(str(folder)), chosen) as ring:
         yield ring
-
-
-async def ask(
-    ring: LocalRing,
-    prompt: Sequence[int],
-    tokens: int = TOKENS,
-    *,
-    resume: Resumable | None = None,
-    told: list[Resumable] | None = None,
-    scope: PrefixScope = OWN,
-) -> tuple[list[int], int]:
-    """Return the answer, and the number of cached tokens of the prompt."""
-    text: list[int] = []
-    order = GenerationRequest(
-        tuple(prompt),
-        Sampling(),
-        tokens,
-        take_token=lambda _: False,
-        resume=resume,
-        asker=scope[0],
-        scope=scope[1],
-    )
-    async for output in ring.entry.generate(order):
-        if isinstance(output, Resumable) and told is not None:
-            told.append(output)
-        if isinstance(output, Token):
-            text.append(output.id)
-        elif isinstance(output, Ended):
-            return text, output.measured.reused
-    raise AssertionError
 
 
 async def fresh(folder: Path, prompt: Sequence[int]) -> list[int]:

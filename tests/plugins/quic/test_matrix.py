@@ -13,23 +13,10 @@ from meshllm_quic.transport import QuicTransport
 from tests.plugins.quic.world import KEYS, PublicRelay, echo, relayed
 from tests.simulation.ears import virtual
 from tests.simulation.internet import Internet
-from tests.simulation.nat import KINDS, PORT_RESTRICTED
+from tests.simulation.nat import KINDS, PORT_RESTRICTED, is_reachable
 from tests.simulation.wires import Line
 
 CHUNK = 64 * 1024
-
-HARD = {"symmetric", "symmetric address", "symmetric full"}
-FILTERED_BY_PORT = {"port-restricted", "symmetric"}
-
-
-def is_reachable(a: str, b: str) -> bool:
-    """Return whether hole punching works without port prediction (RFC 5128 section 3.3.5)."""
-    if a not in HARD and b not in HARD:
-        return True
-    if {a, b} <= HARD:
-        return {a, b} == {"symmetric address", "symmetric full"}
-    easy = b if a in HARD else a
-    return easy not in FILTERED_BY_PORT
 
 
 @pytest.mark.parametrize(
