@@ -49,7 +49,7 @@ from meshllm.protocol.session.messages import (
     Spent,
 )
 from meshllm.protocol.session.pace import Pace
-from meshllm.protocol.session.stage import Adopt, Compute, Drop, Free, Keep, Stage
+from meshllm.protocol.session.stage import Adopt, Compute, Free, Keep, Stage, Withdraw
 from meshllm.protocol.session.waiting import PromptQueue
 from meshllm.request import FinishReason
 
@@ -369,7 +369,7 @@ class Simulation:
                 case Compute(session):
                     begin = self.work(rank, partial(self.compute, rank, action))
                     self.begins[rank, session] = begin, action
-                case Drop(session):
+                case Withdraw(session):
                     self.drop(rank, session)
                 case Free(session):
                     del self.told[rank][session]
@@ -395,7 +395,7 @@ class Simulation:
         if begin > self.now:
             self.dropped.append(compute)
             self.unbegun.add((rank, session))
-            self.act(rank, self.stages[rank].dropped(session))
+            self.act(rank, self.stages[rank].withdrawn(session))
 
     def check_room(self, rank: int) -> None:
         """Check that rows of prompts keep to their room, beside a chunk that was given up."""

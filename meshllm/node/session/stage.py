@@ -28,7 +28,7 @@ from meshllm.node.timer import DeadlineTimer, loop_time
 from meshllm.protocol.kv_cache.budget import KvBudget
 from meshllm.protocol.ring.hang import HangLimits
 from meshllm.protocol.session.messages import Blob, Delivered, Forward, Logits
-from meshllm.protocol.session.stage import Action, Adopt, Compute, Drop, Free, Keep, Stage
+from meshllm.protocol.session.stage import Action, Adopt, Compute, Free, Keep, Stage, Withdraw
 
 logger = logging.getLogger(__name__)
 
@@ -160,9 +160,9 @@ class StageNode:
                     self._neighbours.forward(action)
                 case Compute():
                     self._serve(action, Stopwatch())
-                case Drop(session):
+                case Withdraw(session):
                     if self._steps.withdraw(session):
-                        self._act(self._machine.dropped(session))
+                        self._act(self._machine.withdrawn(session))
                 case Free() | Keep() | Adopt():
                     self._changes.append(action)
                     self._steps.submit_brief(action.session, self._change_next)

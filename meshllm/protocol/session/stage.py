@@ -117,8 +117,8 @@ class Compute:
 
 
 @dataclass(frozen=True, slots=True)
-class Drop:
-    """Do not run the latest rows of a session if they have not begun; then call ``dropped``.
+class Withdraw:
+    """Do not run the latest rows of a session if they have not begun; then call ``withdrawn``.
 
     Their result is not needed any more, and they would take the room of others until their turn.
     """
@@ -154,7 +154,7 @@ class Adopt:
     """Take over the kept cache itself instead of copying it."""
 
 
-Action = Compute | Drop | Free | Keep | Adopt | Forward
+Action = Compute | Withdraw | Free | Keep | Adopt | Forward
 
 
 @dataclass(slots=True)
@@ -194,7 +194,7 @@ class _SessionState:
         self.gen = gen
         self.ends.clear()
         self.pending = deque(item for item in self.pending if item[0].gen >= gen)
-        return [Drop(self.running.session)] if self.running else []
+        return [Withdraw(self.running.session)] if self.running else []
 
 
 class Stage:
@@ -287,8 +287,8 @@ class Stage:
         state.pending = deque(item for item in state.pending if not item[1].recomputes)
         return [_gap(missing, 0), *self._next(state)]
 
-    def dropped(self, session: SessionId) -> list[Action]:
-        """Go on after rows that do not run any more, as `Drop` asked for."""
+    def withdrawn(self, session: SessionId) -> list[Action]:
+        """Go on after rows that do not run any more, as `Withdraw` asked for."""
         ran = self._take_running(session)
         return self._next(ran[0]) if ran else []
 
@@ -561,7 +561,7 @@ class Stage:
         self.budget.release(session)
         if state is None:
             return []
-        outdated = [Drop(session)] if state.running and not is_lost else []
+        outdated = [Withdraw(session)] if state.running and not is_lost else []
         if state.running:
             self._outliving[session] = state.running
         length = keep if keep <= state.kv_len else 0

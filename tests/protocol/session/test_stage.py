@@ -30,10 +30,10 @@ from meshllm.protocol.session.stage import (
     Action,
     Adopt,
     Compute,
-    Drop,
     Free,
     Keep,
     Stage,
+    Withdraw,
 )
 from tests.builders.stage import (
     EPOCH,
@@ -121,7 +121,7 @@ def test_an_invalid_close_frees_the_cache_here_and_on_the_following_ranks() -> N
     assert isinstance(close, Forward)
     assert isinstance(close.message, Close)
     assert (close.message.keep, len(close.message.tallies)) == (0, 1)
-    assert following.receive(close.message, 1.1)[:2] == [Drop(ONE), Free(ONE)]
+    assert following.receive(close.message, 1.1)[:2] == [Withdraw(ONE), Free(ONE)]
 
 
 def narrow(rows: int) -> Stage:
@@ -144,7 +144,7 @@ def test_rows_that_arrive_faster_than_they_run_end_their_session() -> None:
 
     assert stage.receive(data(1, 1, session=TWO), 0.2) == []  # waits
     refused = stage.receive(data(2, 1, session=TWO), 0.3)
-    assert refused == [Drop(TWO), Free(TWO), too_many(7, 6, TWO)]
+    assert refused == [Withdraw(TWO), Free(TWO), too_many(7, 6, TWO)]
     stage.computed(TWO, blob(1), 0.4, SPENT)
 
     assert stage.receive(data(4, 2), 0.5) == []
@@ -169,7 +169,7 @@ def test_rows_that_are_computed_or_outdated_wait_no_more() -> None:
     stage.receive(data(12, 1), 0.2)
     stage.receive(data(13, 3), 0.3)
 
-    assert stage.receive(data(13, 3, gen=1), 0.4) == [Drop(ONE)]
+    assert stage.receive(data(13, 3, gen=1), 0.4) == [Withdraw(ONE)]
 
 
 @pytest.mark.parametrize("answer", ["computed", "missed", "failed"])
@@ -392,8 +392,8 @@ def test_rows_of_an_ended_session_that_did_not_begin_take_no_room() -> None:
     stage = narrow(4)
     stage.receive(data(0, 3), 0.0)
 
-    assert stage.receive(Close(ONE, EPOCH), 0.1)[0] == Drop(ONE)
-    assert stage.dropped(ONE) == []
+    assert stage.receive(Close(ONE, EPOCH), 0.1)[0] == Withdraw(ONE)
+    assert stage.withdrawn(ONE) == []
     assert stage.waiting_bytes == 0
     assert stage.receive(data(0, 4, session=TWO), 0.2) == [compute(0, 4, 4, session=TWO)]
 
@@ -402,9 +402,9 @@ def test_rows_of_an_older_gen_that_did_not_begin_are_replaced_at_once() -> None:
     stage = narrow(4)
     stage.receive(data(0, 2), 0.0)
 
-    assert stage.receive(data(0, 2, gen=1), 0.1) == [Drop(ONE)]
-    assert stage.dropped(ONE) == [compute(0, 2, 2)]
-    assert stage.dropped(TWO) == []
+    assert stage.receive(data(0, 2, gen=1), 0.1) == [Withdraw(ONE)]
+    assert stage.withdrawn(ONE) == [compute(0, 2, 2)]
+    assert stage.withdrawn(TWO) == []
 
 
 def test_waiting_data_with_a_gap_before_it_is_refused_when_its_turn_comes() -> None:
@@ -424,7 +424,7 @@ def test_a_full_queue_ends_its_session() -> None:
         stage.receive(data(pos), 0.0)
 
     assert stage.receive(data(MAX_PENDING + 1), 0.0) == [
-        Drop(ONE),
+        Withdraw(ONE),
         Free(ONE),
         broken("Data at position 17 while 16 others are queued"),
     ]
@@ -436,7 +436,7 @@ def test_cancel_wins_over_waiting_data_and_goes_on() -> None:
     stage.receive(data(0, rows=2), 0.0)
     stage.receive(data(2), 0.0)
 
-    assert stage.receive(cancel, 0.0) == [Drop(ONE), Forward(cancel)]
+    assert stage.receive(cancel, 0.0) == [Withdraw(ONE), Forward(cancel)]
     assert stage.computed(ONE, blob(2), 0.1, SPENT) == []  # they had begun
     assert stage.receive(data(3, gen=1), 0.2) == [Forward(Gap(ONE, EPOCH, 1, 2))]
 

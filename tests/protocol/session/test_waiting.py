@@ -17,7 +17,7 @@ from meshllm.protocol.session.codec import MAX_POSITION, MAX_ROWS
 from meshllm.protocol.session.entry import Entry
 from meshllm.protocol.session.messages import Blob, Close, DType, Forward, Spent, Tally
 from meshllm.protocol.session.pace import Pace
-from meshllm.protocol.session.stage import MAX_PENDING, Action, Compute, Drop, Stage
+from meshllm.protocol.session.stage import MAX_PENDING, Action, Compute, Stage, Withdraw
 from meshllm.protocol.session.waiting import MAX_DATA_BYTES, PromptQueue, WaitingRoom
 from meshllm.request import FinishReason
 from meshllm.transport.contract import MAX_MESSAGE_BYTES
@@ -121,7 +121,7 @@ class Fed:
             match action:
                 case Compute():
                     self.computing.append(action)
-                case Drop(session):
+                case Withdraw(session):
                     self.drop(session)
                 case Forward(message):
                     entry = self.entries[message.session]
@@ -134,7 +134,7 @@ class Fed:
         for job in list(self.computing)[1:]:
             if job.session == session:
                 self.computing.remove(job)
-                self.run(self.stage.dropped(session))
+                self.run(self.stage.withdrawn(session))
 
     def start(self, number: int, tokens: int, pace: Pace) -> SessionId:
         """Begin with a prompt."""
