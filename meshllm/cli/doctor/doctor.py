@@ -28,9 +28,9 @@ Examples:
 def doctor(transport: Transports = None, as_json: Json = False, **flags: Scalar) -> None:
     """Check this machine, its node and the links to its peers.
 
-    It changes nothing, contacts no other machine, works with and without a running node, and exits
-    with 1 if a check fails. A model that passed is checked again after a day, or when its files,
-    the settings, the installed versions or this machine change.
+    It changes no settings or state, contacts no other machine, works with and without a running
+    node, and exits with 1 if a check fails. A model that passed is not loaded again for a day,
+    unless its files, the settings, the installed libraries or this machine change.
     """
     config = load({**flags, "transport": transport})
     chosen = config.settings

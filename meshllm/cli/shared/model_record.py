@@ -1,9 +1,12 @@
 """What a command computed of a model, kept so that the next one need not import torch."""
 
+import os
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
@@ -34,8 +37,8 @@ class ModelRecord:
     """The record of a command about a model, readable without torch.
 
     It is valid for a day, while nothing changes that it depends on: the files of the model, the
-    settings, the code here, the libraries and the machine. Where a GPU may be used, nothing is
-    kept: what is free of its memory, and whether its driver works, changes.
+    settings, the code here, the installed libraries and the machine. Where a GPU may be used,
+    nothing is kept: what is free of its memory, and whether its driver works, changes.
     """
 
     def __init__(self, command: str, model: str, chosen: Settings) -> None:
@@ -47,9 +50,11 @@ class ModelRecord:
         self._is_kept = uses_cpu(chosen.device)
         folder = find_folder(model).resolve()
         self._key = (
-            *("model record", command, model, str(folder), *_states(folder)),
+            *("model record", command, model, str(folder)),
+            *_states((*folder.glob("*"), *folder.glob("*/*"))),
             *(str(getattr(chosen, name)) for name in _SETTINGS),
             *(hash_code(Path(meshllm.__file__).parent), *map(version, _LIBRARIES)),
+            *_states(path for name in _LIBRARIES for path in _modules_of(name)),
             *fingerprint(),
         )
 
@@ -69,11 +74,21 @@ class ModelRecord:
             store_cached(cache_path(), lay_out(_Stamped(time.time(), lay_out(value))), *self._key)
 
 
-def _states(folder: Path) -> list[str]:
-    """Return name, size and time of change of each file of a model, and of those in its folders."""
+def _modules_of(library: str) -> list[Path]:
+    """Find the files that an import of a library reads first, without importing it."""
+    spec = find_spec(library)
+    if not (spec and spec.origin):
+        return []
+    origin = Path(spec.origin)
+    return [origin, *origin.parent.glob("*.so"), *origin.parent.glob("lib/*")]
+
+
+def _states(paths: Iterable[Path]) -> list[str]:
+    """Return path, size, times of change and readability of each file that is there."""
     found = list[str]()
-    for path in (*folder.glob("*"), *folder.glob("*/*")):
+    for path in paths:
         with suppress(OSError):  # a link to nothing: what is missing may come
-            status = path.stat()
-            found.append(f"{path.relative_to(folder)} {status.st_size} {status.st_mtime_ns}")
+            status, is_readable = path.stat(), os.access(path, os.R_OK)
+            times = f"{status.st_mtime_ns} {status.st_ctime_ns}"
+            found.append(f"{path} {status.st_size} {times} {is_readable}")
     return sorted(found)

@@ -2,9 +2,12 @@
 
 import os
 import shutil
+import sys
 import time
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -77,6 +80,63 @@ def test_a_file_that_changes_without_its_size_ends_a_record(folder: Path) -> Non
     record(folder).write(FOUND)
 
     os.utime(folder / "config.json", ns=(1, 1))
+
+    assert record(folder).read(Found) is None
+
+
+def test_a_file_that_cannot_be_read_any_more_ends_a_record(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(folder).write(FOUND)
+
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path).name != "model.safetensors")
+
+    assert record(folder).read(Found) is None
+
+
+def test_a_file_that_is_replaced_by_one_as_old_and_as_large_ends_a_record(folder: Path) -> None:
+    record(folder).write(FOUND)
+    file = folder / "config.json"
+    before, text = file.stat(), file.read_bytes()
+
+    file.unlink()
+    file.write_bytes(text[::-1])
+    while file.stat().st_ctime_ns == before.st_ctime_ns:  # its clock has steps of milliseconds
+        file.chmod(0o600)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+    assert record(folder).read(Found) is None
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An installed torch, which has been imported."""
+    (tmp_path / "torch" / "lib").mkdir(parents=True)
+    origin = tmp_path / "torch" / "__init__.py"
+    for path in (origin, origin.parent / "_C.so", origin.parent / "lib" / "libtorch.so"):
+        path.touch()
+    torch = ModuleType("torch")
+    torch.__spec__ = ModuleSpec("torch", None, origin=str(origin))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    return origin.parent
+
+
+@pytest.mark.parametrize("name", ["__init__.py", "_C.so", "lib/libtorch.so"])
+def test_a_library_that_changes_ends_a_record(folder: Path, library: Path, name: str) -> None:
+    record(folder).write(FOUND)
+    assert record(folder).read(Found) == FOUND
+
+    (library / name).unlink()
+
+    assert record(folder).read(Found) is None
+
+
+def test_a_library_that_is_no_longer_found_ends_a_record(
+    folder: Path, library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(folder).write(FOUND)
+
+    monkeypatch.setattr(sys.modules["torch"], "__spec__", ModuleSpec("torch", None))
 
     assert record(folder).read(Found) is None
 
