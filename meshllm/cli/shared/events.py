@@ -24,6 +24,7 @@ _PROGRESS = re.compile(
     r"|\d+ of \d+ members are ready|the nodes are loading the model"
 )
 """The starts of reasons that go on with names, of which a status line shows every change."""
+_UNLINKED = re.compile("; no link to .*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +98,14 @@ def _is_new(before: "NodeStatus | None", after: "NodeStatus") -> bool:
 
 
 def without_progress(reason: str) -> str:
-    """Return what a ring waits for without what changes on the way: counts, and names of nodes."""
-    found = _PROGRESS.match(reason)
-    return found[1] or found[0] if found else reason
+    """Return what a ring waits for, without what only shows that the wait is going on.
+
+    How many members are ready, and a node that cannot be reached, are news.
+    """
+    if not (found := _PROGRESS.match(reason)):
+        return reason
+    unlinked = _UNLINKED.search(reason)
+    return (found[1] or found[0]) + (unlinked[0] if unlinked else "")
 
 
 def _differs(before: "RingStatus", ring: "RingStatus") -> bool:

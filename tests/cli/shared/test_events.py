@@ -47,6 +47,10 @@ def test_a_reason_to_wait_is_reported_once() -> None:
         ("0 of 2 nodes have loaded their layers; loading: a, b",
          "2 of 2 nodes have loaded their layers and connect", False),
         ("2 of 2 nodes have loaded their layers and connect", "a is gone", True),
+        ("2 of 2 nodes have loaded their layers and connect",
+         "2 of 2 nodes have loaded their layers and connect; no link to a", True),
+        ("2 of 2 nodes have loaded their layers and connect; no link to a",
+         "2 of 2 nodes have loaded their layers and connect; no link to b", True),
     ],
 )  # fmt: skip
 def test_the_progress_of_the_same_wait_is_not_news(
