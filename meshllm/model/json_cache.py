@@ -23,6 +23,7 @@ MOST = 4096
 WAIT_S = 60.0
 """Seconds to wait for another process that computes the same record."""
 
+_CODE = ".py", ".json", ".toml"
 _DIGITS = 64  # of a record's file name, hexadecimal
 _LOCK = ".lock"
 _POLL_S = 0.02
@@ -61,8 +62,9 @@ def model_code() -> str:
 
 @cache
 def hash_code(root: Path) -> str:
-    """Hash the modules of a package."""
-    files = [(str(each.relative_to(root)), each.read_bytes()) for each in root.rglob("*.py")]
+    """Hash the modules of a package, and its tables, which hold what was found of models."""
+    paths = [each for each in root.rglob("*") if each.suffix in _CODE]
+    files = [(str(each.relative_to(root)), each.read_bytes()) for each in paths]
     return blake3(repr(sorted(files)).encode()).hexdigest(16)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshllm.model import json_cache
-from meshllm.model.json_cache import load_cached, locked, store_cached
+from meshllm.model.json_cache import hash_code, load_cached, locked, store_cached
 
 
 def test_a_value_is_found_by_its_key(tmp_path: Path) -> None:
@@ -24,6 +24,20 @@ def test_the_last_value_counts(tmp_path: Path) -> None:
     store_cached(tmp_path, 2, "key")
 
     assert load_cached(tmp_path, "key") == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "is_hashed"),
+    [("a.py", True), ("inner/a.json", True), ("inner/a.toml", True), ("a.pyc", False)],
+)
+def test_modules_and_tables_are_hashed(tmp_path: Path, name: str, *, is_hashed: bool) -> None:
+    (tmp_path / "inner").mkdir()
+    (tmp_path / name).write_text("1")
+    before = hash_code.__wrapped__(tmp_path)
+
+    (tmp_path / name).write_text("2")
+
+    assert (hash_code.__wrapped__(tmp_path) != before) is is_hashed
 
 
 def test_unused_records_are_evicted(tmp_path: Path) -> None:
