@@ -335,7 +335,6 @@ ELSEWHERE = {
     "meshllm.protocol.membership.actions": "only data, which `test_mesh.py` compares",
     "meshllm.request": "only data",
     "meshllm.testing.counting": "makes what tests use",
-    "meshllm.testing.models": "makes what tests use",
     "meshllm.transport.contract": "protocols; `testing/test_links.py` checks their sizes",
     "meshllm.transport.laned_link": "`test_stream.py`, with its byte stream",
     "meshllm_quic.link.listener": "`test_connection.py` and `test_endpoint.py`",

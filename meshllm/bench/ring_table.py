@@ -31,6 +31,7 @@ from meshllm.bench.fleet import Fleet, open_fleet
 from meshllm.errors import UserError
 from meshllm.model.files.source import Source, load_stock, resolve
 from meshllm.model.locate import BUILTIN
+from meshllm.model.split.onemkl import warm_up_onemkl
 from meshllm.model.split.skeleton import quiet
 from meshllm.model.steps.replay import SETTLED
 from meshllm.model.text.tokenizer import Text
@@ -183,6 +184,7 @@ def random_model(name: str, dtype: torch.dtype, layers: int | None = None) -> It
     if name not in DIMENSIONS:
         known = ", ".join(f"`{known}`" for known in DIMENSIONS)
         raise UserError(f"Unknown model dimensions `{name}`", hint=f"one of {known}")
+    warm_up_onemkl()
     with TemporaryDirectory(prefix="meshllm-bench-") as folder:
         torch.manual_seed(0)
         config = DIMENSIONS[name]()

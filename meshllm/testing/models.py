@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from meshllm.model.files.source import Source, load_stock, open_folder
 from meshllm.model.parity.families import read_table, tiny_config
+from meshllm.model.split.onemkl import warm_up_onemkl
 from meshllm.model.split.skeleton import quiet
 
 
@@ -22,6 +23,7 @@ def tiny_model(
 
     With ``file_bytes`` the weights are sharded into files of about that size, with an index.
     """
+    warm_up_onemkl()  # some families call LAPACK when they are built
     with torch.random.fork_rng(devices=[]), quiet():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(tiny_config(name, read_table()), dtype=dtype)

@@ -1,9 +1,19 @@
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from meshllm.bench.fleet import Fleet
-from meshllm.bench.ring_table import TRANSFORMERS, Contestant, RingBenchmark, Run, measure, table
+from meshllm.bench.ring_table import (
+    TRANSFORMERS,
+    Contestant,
+    RingBenchmark,
+    Run,
+    measure,
+    random_model,
+    table,
+)
 from meshllm.errors import UserError
 from meshllm.model.steps.replay import SETTLED
 from meshllm.names import Quant
@@ -28,6 +38,25 @@ def test_every_contestant_gets_a_row() -> None:
     ]
     assert all(row.ttft_ms > 0 and row.ms_per_token > 0 for row in rows)
     assert report[2:] == ["warming up", "round 1 of 2", "round 2 of 2"]
+
+
+def test_onemkl_is_warmed_up_before_a_model_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    build = AutoModelForCausalLM.from_config
+
+    def building(*args: object, **options: object) -> object:
+        calls.append("build")
+        return build(*args, **options)
+
+    monkeypatch.setattr(
+        "meshllm.bench.ring_table.warm_up_onemkl", lambda: calls.append("warm"), raising=False
+    )
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", building)
+
+    with random_model("tiny", torch.float32):
+        pass
+
+    assert calls == ["warm", "build"]
 
 
 def test_a_ring_settles_its_steps_before_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
