@@ -75,12 +75,16 @@ def may_have_gpu() -> bool:
     return is_there and not version("torch").endswith(_CPU_ONLY)
 
 
+def usable_cores() -> int:
+    """Count the cores that this process may use, which a cpuset or `taskset` may limit."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
 @cache
 def fingerprint() -> tuple[str, ...]:
     """Return all that changes how the CPU of this machine is used, for keys of what is cached.
 
     It is as on the first call: libraries set variables for themselves when they are imported.
     """
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     kind = platform.machine(), platform.processor(), *cpu_lines()
-    return (*kind, str(cores), str(allows_executable_memory()), *library_environment())
+    return (*kind, str(usable_cores()), str(allows_executable_memory()), *library_environment())

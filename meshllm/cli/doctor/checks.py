@@ -24,7 +24,7 @@ from meshllm.cli.terminal.render import bytes_of
 from meshllm.config import TRANSPORTS, Settings, change, state_path
 from meshllm.errors import LinkLost, MeshError
 from meshllm.local_files import stat_all
-from meshllm.model.hardware import uses_cpu
+from meshllm.model.hardware import usable_cores, uses_cpu
 from meshllm.names import counted, show
 from meshllm.node.membership.state_store import StateStore
 from meshllm.status import MeshStatus, NodeState, NodeStatus, RingState
@@ -66,7 +66,7 @@ def examine(
         yield from check_clocks(report.nodes)
         yield from (check_peer(each, report.version) for each in report.nodes if not each.is_self)
     yield check_memory(psutil.virtual_memory().available)
-    yield check_load(os.getloadavg()[0], _cores())
+    yield check_load(os.getloadavg()[0], usable_cores())
     yield check_device(chosen.device)
     for name in listed(chosen.model) or (chosen.model,):
         yield from check_whole_model(change(chosen, {"model": name}))
@@ -200,7 +200,7 @@ def check_memory(free: int) -> Finding:
 
 
 def check_load(load: float, cores: int) -> Finding:
-    """Compare the load average of the last minute with the number of cores."""
+    """Compare the load average of the last minute with the number of usable cores."""
     found = f"{counted(cores, 'core')}, load {load:.1f}"
     if load > cores:
         return Finding(
@@ -246,12 +246,8 @@ def check_whole_model(chosen: Settings) -> Iterator[Finding]:
 
 
 def is_busy() -> bool:
-    """Whether other programs have used all cores in the last minute."""
-    return os.getloadavg()[0] > _cores()
-
-
-def _cores() -> int:
-    return psutil.cpu_count() or 1
+    """Whether the load of the last minute, to which this process adds, exceeds the usable cores."""
+    return os.getloadavg()[0] > usable_cores()
 
 
 def check_transports(named: Sequence[str], registry: Registry) -> Iterator[Finding]:

@@ -272,6 +272,21 @@ def test_low_memory_and_high_load_are_warnings() -> None:
     assert checks.check_load(0.5, 2) == Finding("ok", "threads", "2 cores, load 0.5")
 
 
+def test_a_machine_is_busy_if_its_load_exceeds_the_usable_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("psutil.cpu_count", lambda: 8)
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setattr("os.getloadavg", lambda: (2.5, 0.0, 0.0))
+
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 3}, raising=False)
+    assert checks.is_busy()
+    assert "2" in hardware.fingerprint.__wrapped__()
+
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 3, 5}, raising=False)
+    assert not checks.is_busy()
+
+
 @pytest.mark.parametrize("may_have_gpu", [False, True])
 def test_the_device_is_reported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, may_have_gpu: bool
