@@ -65,7 +65,8 @@ class Needs:
             raise WrongField("meshllm.affinity", text)
         if self.exact and not model.is_exact:
             text = f"`{model.name}` is not computed bit-identically to transformers"
-            hint = "start every node of its ring with `--exact`, and without `--quant`"
+            without = "without `--quant` and a lossy `--wire`"
+            hint = f"start every node of its ring with `--exact`, {without}"
             raise WrongField("meshllm.exact", text, hint=hint)
         if len(model.providers) <= 1:
             self._check_sizes(model, bits)

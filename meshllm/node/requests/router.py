@@ -488,7 +488,8 @@ class RequestRouter:
         if request.needs_exact and not self._ring.is_exact(entry, request.model):
             name = self._ring.name_of(entry.node)
             text = f"The ring of {name} is not bit-identical to transformers"
-            hint = "start its nodes with `--exact`, and without `--quant`"
+            without = "without `--quant` and a lossy `--wire`"
+            hint = f"start every node of its ring with `--exact`, {without}"
             return WrongField("meshllm.exact", text, hint=hint)
         return None
 

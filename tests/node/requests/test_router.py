@@ -1192,6 +1192,7 @@ def test_an_answer_that_must_be_exact_comes_from_exact_rings_only(world: World) 
         with pytest.raises(WrongField, match=named) as refused:
             await all_of(router, replace(FOX, needs_exact=True))
         assert refused.value.name == "meshllm.exact"
+        assert "a lossy `--wire`" in (refused.value.hint or "")
 
     world.run(story)
     assert world.rings[ENTRY].asked == []
