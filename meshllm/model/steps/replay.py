@@ -128,7 +128,7 @@ class Replay:
     def _disable(self, state: _State, x: Tensor, reason: str) -> None:
         """Run steps of as many rows eagerly from now on."""
         line = reason.partition("\n")[0]
-        level = logging.INFO if self.unfit else level_of(line, self.warned)
+        level = level_of(line, self.warned)
         state.compiled, state.unfit = None, line
         logger.log(level, "steps of %d rows are not replayed: %s", x.shape[1], reason)
 

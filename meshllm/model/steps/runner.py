@@ -38,9 +38,8 @@ class Runner:
         A shard has one runner, because a runner exchanges modules.
         """
         self.shard = shard
-        reasons = set[str]() if warned is None else warned
         self.steps, self._execution = choose_steps(
-            shard, counts, trial or try_steps, whole, reasons
+            shard, counts, trial or try_steps, whole, set() if warned is None else warned
         )
         self.step, self.step_many = self.steps.step, self.steps.step_many
         self.recompute, self.fill = self.steps.recompute, self.steps.fill

@@ -317,6 +317,18 @@ def test_shards_that_share_their_warnings_warn_of_a_reason_once(
     assert len(warnings_of(caplog)) == 1
 
 
+def test_each_reason_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    replay, threads = Replay(), torch.get_num_threads()
+    replay._threads = threads
+
+    for rows, reason in ((1, "it draws"), (2, "it counts"), (3, "it draws")):
+        state = replay._states[rows, threads] = _State()
+        replay._disable(state, ids(rows), reason)
+
+    assert replay.unfit == {1: "it draws", 2: "it counts", 3: "it draws"}
+    assert [each.rpartition(": ")[2] for each in warnings_of(caplog)] == ["it draws", "it counts"]
+
+
 def test_steps_with_another_number_of_threads_are_not_reported(tmp_path: Path) -> None:
     runner, threads = runner_of(tmp_path), torch.get_num_threads()
     steps_of(runner).replay = replay = Replay()
