@@ -50,21 +50,31 @@ def imports(importer: Module) -> list[tuple[str, str]]:
     `from a import b` and then `b.c` is taking `c` of `a.b`.
     """
     taken: list[tuple[str, str]] = []
-    aliases: dict[str, str] = {}
     for node in ast.walk(importer.tree):
         match node:
             case ast.ImportFrom(module=str(owner), names=names):
                 taken += [(owner, each.name) for each in names]
-                aliases |= {each.asname or each.name: f"{owner}.{each.name}" for each in names}
             case ast.Import(names=names):
                 taken += [
                     (each.name.rpartition(".")[0], each.name.split(".")[-1]) for each in names
                 ]
-                aliases |= {each.asname or each.name: each.name for each in names}
+    full_names = aliases(importer.tree)
     for node in ast.walk(importer.tree):
-        if isinstance(node, ast.Attribute) and (base := aliases.get(dotted(node.value) or "")):
+        if isinstance(node, ast.Attribute) and (base := full_names.get(dotted(node.value) or "")):
             taken.append((base, node.attr))
     return taken
+
+
+def aliases(tree: ast.Module) -> dict[str, str]:
+    """Return the full name of each name that a module imports."""
+    found: dict[str, str] = {}
+    for node in ast.walk(tree):
+        match node:
+            case ast.ImportFrom(module=str(owner), names=names):
+                found |= {each.asname or each.name: f"{owner}.{each.name}" for each in names}
+            case ast.Import(names=names):
+                found |= {each.asname or each.name: each.name for each in names}
+    return found
 
 
 def dotted(node: ast.expr) -> str | None:
@@ -376,19 +386,22 @@ def test_a_module_without_a_test_file_is_found(tmp_path: Path) -> None:
 
 SLEEPS = {
     "builders/fake_ring.py": "paces an answer without end, until it is cancelled",
-    "builders/waiting.py": "polls what tells of no change, without a bound",
+    "builders/waiting.py": "polls what has no event, without a bound",
     "builders/weight_nodes.py": "in virtual time: `node/weights/conftest.py` runs its nodes",
     "node/requests/test_peer_requests.py": "in virtual time: `World.run` runs its helper",
     "node/test_event_loop.py": "stops a process for some time, and longer if that was too short",
     "plugins/quic/stranger.py": "in virtual time: on the clock of its network",
     "processes/fleet.py": "polls processes, for two minutes",
-    "processes/fork_server.py": "polls a process, as long as its caller likes",
+    "processes/fork_server.py": "polls a process, until its caller's limit",
+    "testing/test_clock.py": "gives virtual time the occasion to pass, which it must not",
 }
 """The modules that sleep in real time, and why; other tests wait for events, or in virtual time."""
 
 BY_HAND = {"bench", "clients", "engines", "security"}
 """Folders of which the gate runs only the tests."""
 CLOCKS = "meshllm.testing.clock", "tests.simulation"
+LIMITS = "delay", "timeout", "when"
+"""Parameters that are seconds, or a time."""
 
 
 def real_waits(tree: ast.Module) -> Iterator[str]:
@@ -401,28 +414,41 @@ def real_waits(tree: ast.Module) -> Iterator[str]:
         isinstance(node, ast.ImportFrom) and (node.module or "").startswith(CLOCKS)
         for node in tree.body
     )
+    full_names = aliases(tree)
     for top in tree.body:
         name, decorators = getattr(top, "name", ""), getattr(top, "decorator_list", [])
         is_test = name.startswith("test_")
         is_real = isinstance(top, ast.AsyncFunctionDef) if is_test else not has_clock
         is_real &= not any(ast.unparse(each).startswith("virtual") for each in decorators)
         for node in ast.walk(top):
-            if isinstance(node, ast.Call) and node.args and is_wait(node, is_real=is_real):
+            if isinstance(node, ast.Call) and is_wait(node, full_names, is_real=is_real):
                 yield f"{ast.unparse(node)} at {node.lineno}"
 
 
-def is_wait(call: ast.Call, *, is_real: bool) -> bool:
+def is_wait(call: ast.Call, full_names: dict[str, str], *, is_real: bool) -> bool:
     """Return whether a call waits for a time, on a real event loop or for real."""
-    match ast.unparse(call.func), call.args[-1]:
-        case (("asyncio.sleep" | "time.sleep"), ast.Constant(value=0)):
-            return False
-        case "time.sleep", _:
-            return True
-        case "asyncio.sleep", _:
-            return is_real
-        case (("asyncio.timeout" | "asyncio.wait_for"), ast.Constant(value=int(s) | float(s))):
-            return is_real and 0 < s < 60
-    return False
+    limits = [*call.args, *(each.value for each in call.keywords if each.arg in LIMITS)]
+    if not limits:
+        return False
+    first, *rest = ast.unparse(call.func).split(".")
+    match ".".join((full_names.get(first, first), *rest)):
+        case "time.sleep":
+            return ast.unparse(limits[-1]) != "0"
+        case "asyncio.sleep":
+            return is_real and ast.unparse(limits[-1]) != "0"
+        case "asyncio.timeout" | "asyncio.timeout_at" | "asyncio.wait_for" | "asyncio.wait":
+            return is_real and is_short(limits[-1])
+        case name:  # of threads and processes, never in virtual time
+            return name.endswith(".wait") and is_short(limits[-1])
+
+
+def is_short(limit: ast.expr) -> bool:
+    """Return whether a number under 60 is in an expression, beside none of a named constant."""
+    parts = [*ast.walk(limit)]
+    if any(isinstance(each, ast.Name) and each.id.isupper() for each in parts):
+        return False
+    numbers = (each.value for each in parts if isinstance(each, ast.Constant))
+    return any(isinstance(each, int | float) and 0 < each < 60 for each in numbers)
 
 
 def test_tests_wait_for_events_but_in_listed_modules() -> None:
@@ -449,7 +475,22 @@ WITH_A_CLOCK = "from meshllm.testing.clock import run_virtual\n"
         ("async def test_it():\n    async with asyncio.timeout(5):\n        pass", True),
         ("async def test_it():\n    async with asyncio.timeout(60):\n        pass", False),
         ("async def test_it():\n    await asyncio.wait_for(it(), 5)", True),
+        ("async def test_it():\n    await asyncio.wait_for(it, timeout=5)", True),
+        ("async def test_it():\n    await asyncio.wait_for(it, LIMIT_S)", False),
+        ("async def test_it():\n    await asyncio.wait({x}, timeout=1)", True),
+        ("async def test_it():\n    await asyncio.wait({x})", False),
+        ("async def test_it():\n    async with asyncio.timeout(2 * 2):\n        pass", True),
+        ("async def test_it():\n    async with asyncio.timeout(2 * LIMIT_S):\n        pass", False),
+        ("async def test_it():\n    async with asyncio.timeout_at(now + 5):\n        pass", True),
+        ("async def test_it():\n    await asyncio.sleep(delay=1)", True),
+        ("from asyncio import sleep\nasync def test_it():\n    await sleep(1)", True),
+        ("from asyncio import sleep as nap\nasync def test_it():\n    await nap(1)", True),
+        ("import asyncio as aio\nasync def test_it():\n    await aio.sleep(1)", True),
         ("def test_it():\n    time.sleep(1)", True),
+        ("from time import sleep\ndef test_it():\n    sleep(1)", True),
+        ("def test_it():\n    threading.Event().wait(0.5)", True),
+        ("def test_it():\n    event.wait(timeout=0.5)", True),
+        ("def test_it():\n    event.wait()", False),
         ("def test_it():\n    async def story():\n        await asyncio.sleep(1)", False),
         ("@virtual\nasync def test_it():\n    await asyncio.sleep(1)", False),
         ("async def helper():\n    await asyncio.sleep(1)", True),

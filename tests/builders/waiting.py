@@ -11,7 +11,7 @@ TURNS = 3  # of the event loop: what is ready, the timers that were due, and wha
 
 
 async def until(holds: Callable[[], object]) -> None:
-    """Return once a condition holds that nothing tells of."""
+    """Return once a condition holds that has no event."""
     while not holds():  # noqa: ASYNC110  # another thread or process makes it hold
         await asyncio.sleep(POLL_S)
 

@@ -32,6 +32,7 @@ from meshllm.status import RingState, ServedRing
 from tests.builders.fake_node import FOX, FakeNode
 from tests.builders.fake_ring import FakeRing, answer_of
 from tests.builders.status import node_id
+from tests.builders.waiting import until
 
 pytestmark = pytest.mark.socket
 
@@ -77,8 +78,7 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNode]:
 
     thread = threading.Thread(target=run)
     thread.start()
-    while not is_answered(folder / "door.sock"):
-        threading.Event().wait(0.01)
+    asyncio.run(until(lambda: is_answered(folder / "door.sock")))
     yield door
     loop.call_soon_threadsafe(task.cancel)
     thread.join()
