@@ -93,7 +93,7 @@ answer = 100
 [[machine]]
 name = "desktop"
 count = 4
-memory = "6GB"
+memory = "7GB"
 tflops = 2
 gb_s = 60
 """
