@@ -24,6 +24,15 @@ CPU = torch.device("cpu")
 
 _NATIVE_BFLOAT16 = (8, 0)  # compute capability; older ones emulate it in float32
 
+_ALLOCATORS = (
+    "can't allocate memory",  # torch on the CPU
+    "cannot allocate memory",  # the system, for ENOMEM
+    "could not allocate memory",  # torch, for the sizes of a tensor
+    "bad_alloc",  # C++
+    "out of memory",  # CUDA, and other GPUs
+)
+"""What allocators say, in lower case; model code may say `allocate` of anything."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -64,8 +73,8 @@ def name_of(device: torch.device) -> str:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an allocation failed, for which torch often raises a plain `RuntimeError`."""
-    text = str(error) if isinstance(error, RuntimeError) else ""
-    is_told = any(each in text for each in ("allocate", "bad_alloc", "out of memory"))
+    text = str(error).lower() if isinstance(error, RuntimeError) else ""
+    is_told = any(each in text for each in _ALLOCATORS)
     is_told |= isinstance(error, OSError) and error.errno == errno.ENOMEM
     return is_told or isinstance(error, MemoryError | torch.OutOfMemoryError)
 

@@ -292,8 +292,12 @@ def _reporting_memory(model: str) -> Iterator[None]:
 
 
 def _find_lack(error: BaseException) -> BaseException | None:
-    """Return the failed allocation that an error is, or follows from: transformers wraps some."""
+    """Return the failed allocation that an error is, or follows from, as its traceback shows.
+
+    transformers raises some errors in handlers of others, without naming a cause.
+    """
     found: BaseException | None = error
     while found is not None and not is_out_of_memory(found):
-        found = found.__cause__ or found.__context__
+        context = None if found.__suppress_context__ else found.__context__
+        found = found.__cause__ or context
     return found

@@ -1,5 +1,6 @@
 """The same model on a GPU: one transfer there and one back per job, without waits between."""
 
+import errno
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from meshllm.model.device import (
     all_to_device,
     all_to_host,
     choose,
+    is_out_of_memory,
     name_of,
     refused_gpu,
     to_device,
@@ -277,6 +279,44 @@ def test_only_the_cpu_has_another_layout(source: Source, monkeypatch: pytest.Mon
 
 
 # Memory and speed
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(errno.ENOMEM, "no room"),
+        torch.OutOfMemoryError("no room"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+        RuntimeError("unable to mmap 9 bytes from file <x>: Cannot allocate memory (12)"),
+        RuntimeError("Could not allocate memory for Tensor SizesAndStrides!"),
+        RuntimeError("std::bad_alloc"),
+        RuntimeError("CUDA error: out of memory"),
+    ],
+    ids=repr,
+)
+def test_an_allocation_that_failed_is_recognised(error: Exception) -> None:
+    assert is_out_of_memory(error)
+
+
+def test_torch_says_that_an_allocation_failed_as_it_is_recognised() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60, dtype=torch.uint8)
+
+    assert is_out_of_memory(caught.value)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("this cache type cannot allocate a ring buffer"),
+        OSError(errno.ENOSPC, "Cannot allocate memory"),
+        ModelError("out of memory"),
+    ],
+    ids=repr,
+)
+def test_what_model_code_says_of_its_allocations_is_no_lack_of_memory(error: Exception) -> None:
+    assert not is_out_of_memory(error)
 
 
 @pytest.fixture

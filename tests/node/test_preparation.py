@@ -185,6 +185,26 @@ async def test_a_lack_of_memory_while_a_model_is_opened_is_reported(
         await prepare(tmp_path, model=str(llama)).found()
 
 
+@pytest.mark.parametrize(
+    "cause", [None, RuntimeError("this type cannot allocate a ring buffer")], ids=repr
+)
+async def test_a_model_that_is_not_supported_is_no_lack_of_memory(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: Exception | None
+) -> None:
+    def refusing(*_: object, **_more: object) -> None:
+        try:
+            raise MemoryError  # noqa: TRY301 -- of a first attempt
+        except MemoryError:
+            raise ModelError("it is not supported: it cannot allocate its cache") from cause
+
+    monkeypatch.setattr("meshllm.node.ring.model_runtime.shape_of", refusing)
+
+    with pytest.raises(ModelError, match="it is not supported") as refused:
+        await prepare(tmp_path, model=str(llama)).found()
+
+    assert not isinstance(refused.value, OutOfMemory)
+
+
 async def test_a_model_that_cannot_be_read_for_lack_of_memory_counts_as_held(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

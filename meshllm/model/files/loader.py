@@ -72,8 +72,10 @@ def list_weights(folder: Path) -> dict[str, str]:
         try:
             content = json.loads(read_regular(index, MAX_INDEX_BYTES))
             weights = {name: str(file) for name, file in content["weight_map"].items()}
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            raise ModelError(f"Invalid safetensors index `{index}`") from None
+        except (
+            OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError
+        ) as error:  # fmt: skip
+            raise ModelError(f"Invalid safetensors index `{index}`") from error
         if stray := [file for file in weights.values() if Path(file).name != file]:
             raise ModelError(f"`{index}` refers to a file outside its folder: `{stray[0]}`")
         if len(weights) > MAX_TENSORS:
@@ -294,7 +296,7 @@ def open_file(path: Path) -> Any:
             f"`{path}` is missing", hint="fetch it with `meshllm model pull`"
         ) from None
     except OSError as error:
-        raise ModelError(f"`{path}` cannot be read: {reason_of(error)}") from None
+        raise ModelError(f"`{path}` cannot be read: {reason_of(error)}") from error
     except SafetensorError as error:
         raise ModelError(f"`{path}` is damaged: {error}", hint="fetch it again") from None
 

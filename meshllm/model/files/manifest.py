@@ -118,7 +118,7 @@ def file_digests(path: Path, cache: Path) -> dict[str, str] | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise ModelError(f"`{path}` cannot be read: {reason_of(error)}") from None
+        raise ModelError(f"`{path}` cannot be read: {reason_of(error)}") from error
     key = str(path), stat.st_size, stat.st_mtime_ns
     known: dict[str, str] | None = load_cached(cache, *key)
     if isinstance(known, dict):
@@ -164,7 +164,7 @@ def _mapped(path: Path) -> Iterator[mmap.mmap]:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             yield data
     except OSError as error:
-        raise ModelError(f"`{path}` cannot be read: {reason_of(error)}") from None
+        raise ModelError(f"`{path}` cannot be read: {reason_of(error)}") from error
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedFile(f"`{path}` is damaged: {error}", hint="fetch it again") from None
 

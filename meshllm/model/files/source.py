@@ -138,7 +138,7 @@ def open_folder(name: str, folder: Path) -> Source:
         if layers > MAX_COUNT:
             raise ValueError(f"it has {layers} layers, more than {MAX_COUNT}")
     except _INVALID as error:
-        raise ModelError(f"`{path}` is not a valid `{model_type}` config: {error}") from None
+        raise ModelError(f"`{path}` is not a valid `{model_type}` config: {error}") from error
     check_causal(config)
     # A stored value may name a kernel repository, whose code would be fetched and run.
     config._attn_implementation = None
@@ -224,7 +224,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise no_config(folder) from None
     except OSError as error:
-        raise ModelError(f"`{error.filename}` cannot be read: {error.strerror}") from None
+        raise ModelError(f"`{error.filename}` cannot be read: {error.strerror}") from error
     except (ValueError, UserError) as error:
         raise ModelError(f"`{path}` cannot be read: {error}", hint="fetch it again") from None
     if not isinstance(raw, dict):
