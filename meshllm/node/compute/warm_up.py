@@ -18,6 +18,7 @@ from meshllm.model.split.anatomy import PROBE_ERRORS
 from meshllm.model.steps.runner import Runner
 from meshllm.node.compute.allowance import Allowance
 from meshllm.node.compute.worker import Worker
+from meshllm.node.supervisor import contained
 
 QUIET_S = 1.0
 """s without other computation before each step."""
@@ -36,17 +37,22 @@ class WarmUp:
     async def run(self) -> None:
         """Run every warm-up step, which may take as long as requests keep the ranks busy."""
         for worker, runner in self._ranks:
-            steps, allowance, is_done = runner.warm_up_steps(), worker.allowance, False
-            try:
-                while not is_done:
-                    await asyncio.sleep(allowance.wait_s(time.monotonic()))
-                    is_done = await worker.run_when_idle(QUIET_S, _step, steps, allowance)
-            except (MemoryError, *PROBE_ERRORS) as error:  # recorded on first use, or never
-                logger.warning("warm-up ended: %s: %s", type(error).__name__, error)
-                logger.debug("traceback of the warm-up", exc_info=error)
+            with contained("bug in a warm-up"):
+                await _warm_up(worker, runner)
         self._done.set()
         for worker, _ in self._ranks:
             worker.reclaim_later()
+
+
+async def _warm_up(worker: Worker, runner: Runner) -> None:
+    steps, allowance, is_done = runner.warm_up_steps(), worker.allowance, False
+    try:
+        while not is_done:
+            await asyncio.sleep(allowance.wait_s(time.monotonic()))
+            is_done = await worker.run_when_idle(QUIET_S, _step, steps, allowance)
+    except (MemoryError, *PROBE_ERRORS) as error:  # recorded on first use, or never
+        logger.warning("warm-up ended: %s: %s", type(error).__name__, error)
+        logger.debug("traceback of the warm-up", exc_info=error)
 
 
 def _step(steps: Iterator[None], allowance: Allowance) -> bool:

@@ -228,10 +228,19 @@ async def test_an_error_in_one_runner_does_not_stop_the_others(
     assert runners[1].done == 1
 
 
-async def test_an_error_that_no_model_code_raises_is_a_bug() -> None:
-    async with begin(FakeRunner(1, EOFError("ours"))) as (whole, _):
-        with pytest.raises(EOFError):
-            await whole.run()
+async def test_a_bug_in_one_runner_does_not_stop_the_others(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runners, reclaimed = (FakeRunner(1, EOFError("ours")), FakeRunner(1)), list[None]()
+    monkeypatch.setattr(Worker, "reclaim_later", lambda _: reclaimed.append(None))
+
+    async with begin(*runners) as (whole, _):
+        await whole.run()
+
+    assert whole._done.is_set()
+    assert runners[1].done == 1
+    assert len(reclaimed) == len(runners)
+    assert "bug in a warm-up" in caplog.text
 
 
 @pytest.mark.skipif(not jit.jit_available(), reason="no memory becomes executable here")
