@@ -127,16 +127,16 @@ class QuotaUsed(Busy):
 def foreign_code(
     describe: Callable[[Exception], MeshError],
     *,
-    expected: tuple[type[MeshError], ...] = (MeshError,),
+    expected: tuple[type[Exception], ...] = (MeshError,),
 ) -> Iterator[None]:
     """Replace what third-party code raises, which may be anything, by an error of ours.
 
-    What is ``expected`` of it stays, and so does a lack of memory, which is nobody's bug.
+    What is ``expected`` of it stays, such as a `MemoryError` where that is not a bug.
     """
     try:
         yield
     except Exception as error:
-        if isinstance(error, (MemoryError, *expected)):
+        if isinstance(error, expected):
             raise
         raise describe(error) from error
 

@@ -38,14 +38,16 @@ PROMPT_S = 30.0  # s for a template and its tokens; 4 MiB of text, the most in a
 
 logger = logging.getLogger(__name__)
 
-# Raised by templates in jinja2's sandbox; ValueError is transformers' own.
+# Raised by templates in jinja2's sandbox, whose filters do not check the types of what a client
+# sends; ValueError is transformers' own.
 _REFUSALS = (
     TemplateError,
     TypeError,
     ValueError,
     ArithmeticError,
+    AttributeError,
     LookupError,
-    RecursionError,
+    RuntimeError,
     MemoryError,
 )
 
@@ -296,7 +298,8 @@ def _load(folder: Path) -> Any:
         text = f"The tokenizer in `{folder}` is missing or damaged: {type(error).__name__}"
         return ModelError(text, hint=_FETCH_TOKENIZER)
 
-    with foreign_code(unreadable):  # the tokenizers library raises even a bare Exception
+    # The tokenizers library raises even a bare Exception.
+    with foreign_code(unreadable, expected=(MeshError, MemoryError)):
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
