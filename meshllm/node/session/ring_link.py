@@ -159,7 +159,7 @@ class RingLink:
                 self._blame_if_met()
                 raise
             if isinstance(message, Malformed) and actions:  # else it is a repetition
-                self._blame_if_met()
+                self.blame()
             if self._machine.is_met and (self._control or self._data):
                 self._wake_writer()
 

@@ -19,7 +19,9 @@ held it (as RTP does, RFC 3550 section 6.4.1).
 
 A message of a session with invalid content is delivered as `Malformed`, to end that session only;
 further ones of it are dropped, but for its Close. Each one that is delivered makes the rank send
-something to the entry, so more than `MAX_MALFORMED` of them in `MALFORMED_S` are a fault.
+something to the entry, so more than `MAX_MALFORMED` of them in `MALFORMED_S` are a fault. So is one
+before the first Beat: until then no fault of the neighbour is counted, as it may follow another
+plan, so that one that never sends a Beat could end sessions for good.
 
 `SILENCE` without a message is loss. A message that has arrived but was not read races with that
 deadline, and wins: when a call is late, this side was suspended, and the neighbour gets one more
@@ -193,6 +195,8 @@ class NeighbourLink:
 
     def _is_repeated(self, message: Malformed, now: float) -> bool:
         """Note an invalid message; return whether its session has had one like it."""
+        if not self.is_met:
+            raise PeerFault(message.text)
         known, key = self._malformed, (message.session, message.is_close)
         self._malformed = known = {k: at for k, at in known.items() if now < at + MALFORMED_S}
         if key in known:

@@ -43,6 +43,12 @@ def opened(now: float = 10.0) -> NeighbourLink:
     return link
 
 
+def met(now: float = 10.0) -> NeighbourLink:
+    link = opened(now)
+    link.receive(Beat(1, 0, 0), now)
+    return link
+
+
 def test_each_side_sends_hello_without_waiting() -> None:
     assert NeighbourLink(OURS).open(10.0) == [Send(OURS)]
 
@@ -78,7 +84,7 @@ def test_an_unknown_message_is_a_sign_of_life_and_is_dropped() -> None:
 
 
 def test_an_invalid_message_is_delivered_once_for_its_session_and_for_its_close() -> None:
-    link = opened(now=10.0)
+    link = met(now=10.0)
 
     for message in (malformed(1), malformed(1, is_close=True), malformed(2)):
         assert link.receive(message, 10.1) == [Deliver(message)]
@@ -87,8 +93,18 @@ def test_an_invalid_message_is_delivered_once_for_its_session_and_for_its_close(
     assert link.state is LinkState.OPEN
 
 
-def test_invalid_messages_of_ever_more_sessions_end_the_link() -> None:
+def test_an_invalid_message_of_a_neighbour_that_has_sent_no_beat_ends_the_link() -> None:
     link = opened(now=10.0)
+
+    with pytest.raises(PeerFault, match="Message with 0 rows"):
+        link.receive(malformed(), 10.1)
+
+    assert link.state is LinkState.GONE
+    assert link.receive(CANCEL, 10.2) == []
+
+
+def test_invalid_messages_of_ever_more_sessions_end_the_link() -> None:
+    link = met(now=10.0)
     for number in range(MAX_MALFORMED):
         link.receive(malformed(number), 10.0)
         link.receive(malformed(number), 10.1)  # a repetition does not count
@@ -100,7 +116,7 @@ def test_invalid_messages_of_ever_more_sessions_end_the_link() -> None:
 
 
 def test_invalid_messages_are_forgotten_after_a_while() -> None:
-    link = opened(now=10.0)
+    link = met(now=10.0)
     for number in range(MAX_MALFORMED):
         link.receive(malformed(number), 10.0 + number)
 
