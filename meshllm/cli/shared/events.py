@@ -21,7 +21,8 @@ _VERBS = {
 
 _PROGRESS = re.compile(
     r"\d+ of \d+ (members are here|nodes have loaded their layers)"
-    r"|\d+ of \d+ members are ready|the nodes are loading the model"
+    r"|\d+ of \d+ members are ready|\d+ members? (?:is|are) requested"
+    r"|the nodes are loading the model"
 )
 """The starts of reasons that go on with names, of which a status line shows every change."""
 _UNLINKED = re.compile("; no link to .*")

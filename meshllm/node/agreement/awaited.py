@@ -29,6 +29,9 @@ def loading_model(here: Collection[NodeId], members: int | None, profiles: Profi
     if members is None:
         return f"the nodes are loading the model: {names_of(here, profiles)}"
     names = names_of(here, profiles)
+    if len(here) > members:
+        asked = "1 member is" if members == 1 else f"{members} members are"
+        return f"{asked} requested, {len(here)} nodes are here, loading the model: {names}"
     return f"{len(here)} of {members} members are here, loading the model: {names}"
 
 

@@ -169,7 +169,10 @@ class RingServer:
             if not is_early or parts.state.provider is not None:
                 return agreement.reason
             members = self.member.charter.members if self.member.charter else None
-            return loading_model(agreement.alive, members, parts.machine.profiles)
+            loading = self._loading(agreement)
+            if not loading:
+                return agreement.reason
+            return loading_model(loading, members, parts.machine.profiles)
         is_known = parts.machine.charter or parts.is_founder
         return "this node is loading the model" if is_known else "no contact with the mesh yet"
 

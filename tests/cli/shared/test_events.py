@@ -42,6 +42,8 @@ def test_a_reason_to_wait_is_reported_once() -> None:
     [
         ("the nodes are loading the model: a", "the nodes are loading the model: a, b", False),
         ("1 of 3 members are here, loading the model: a", "2 of 3 members are here: a, b", False),
+        ("2 members are requested, 3 nodes are here, loading the model: a, b, c",
+         "2 members are requested, 4 nodes are here, loading the model: a, b, c, d", False),
         ("1 of 3 members are ready: a", "1 of 3 members are ready: a; loading: b", False),
         ("1 of 3 members are ready: a", "2 of 3 members are ready: a, b", True),
         ("0 of 2 nodes have loaded their layers; loading: a, b",

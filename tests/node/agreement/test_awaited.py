@@ -49,6 +49,8 @@ def test_not_all_of_many_nodes_are_listed(more: int, end: str) -> None:
     ("members", "text"),
     [
         (3, "2 of 3 members are here, loading the model: attic, desk"),
+        (2, "2 of 2 members are here, loading the model: attic, desk"),
+        (1, "1 member is requested, 2 nodes are here, loading the model: attic, desk"),
         (None, "the nodes are loading the model: attic, desk"),
     ],
 )

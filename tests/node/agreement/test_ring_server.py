@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 
 from meshllm.names import FIRST_GROUP, GroupId, short
+from meshllm.node.agreement.own_state import PROVIDES
 from meshllm.node.agreement.plan_follower import SETTLE_S
 from meshllm.node.agreement.ring_server import NodeParts, RingServer
 from meshllm.protocol.membership.records import Lifecycle, StateRecord
@@ -18,6 +19,7 @@ from tests.builders.ring_places import AGREEMENT, ENTRY, PLAN, STAGE, Place, cal
 from tests.builders.snapshots import charter
 
 NO_PLAN = replace(AGREEMENT, plan=None, reason="too little memory")
+EARLY = replace(NO_PLAN, offers=(), refused={}, ready=frozenset())
 
 
 class Served:
@@ -69,9 +71,10 @@ def test_without_a_charter_a_founder_loads_and_others_have_no_contact(*, is_foun
 
 def test_the_reason_follows_what_is_agreed_on() -> None:
     served = Served()
+    served.place.states |= dict.fromkeys((ENTRY, STAGE), StateRecord(Lifecycle.JOIN))
     told = []
     for agreement in (
-        replace(NO_PLAN, offers=(), refused={}),
+        EARLY,
         NO_PLAN,
         AGREEMENT,
         replace(AGREEMENT, lacking=1),
@@ -119,9 +122,37 @@ def test_members_that_say_that_they_load_are_named(
 def test_the_members_that_are_here_are_counted() -> None:
     served = Served()
     served.place.machine.charter = replace(charter(), members=3)
-    served.server.planner.agreement = replace(NO_PLAN, offers=(), refused={})
+    served.place.states |= dict.fromkeys((ENTRY, STAGE), StateRecord(Lifecycle.JOIN))
+    served.server.planner.agreement = EARLY
 
     assert served.server.reason().startswith("2 of 3 members are here, loading the model: ")
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        StateRecord(Lifecycle.SERVING, obstacle=PROVIDES),
+        StateRecord(Lifecycle.LEAVING),
+        StateRecord(Lifecycle.OTHER),
+    ],
+)
+@pytest.mark.parametrize("members", [1, None])
+def test_a_node_that_will_hold_no_layers_is_not_counted_as_here(
+    state: StateRecord, members: int | None
+) -> None:
+    served = Served()
+    served.place.machine.charter = replace(charter(), members=members)
+    served.place.profiles |= {
+        node: SimpleNamespace(name=name) for node, name in ((ENTRY, "attic"), (STAGE, "desk"))
+    }
+    served.place.states |= {STAGE: state}
+    served.server.planner.agreement = EARLY
+    assert served.server.reason() == "too little memory"  # nobody says that it loads
+
+    served.place.states |= {ENTRY: StateRecord(Lifecycle.JOIN)}
+
+    assert served.server.reason().endswith("loading the model: attic")
+    assert not members or served.server.reason().startswith("1 of 1 members")
 
 
 def test_a_provider_is_not_waited_for() -> None:
