@@ -173,7 +173,7 @@ class RingService:
             try:
                 model, charter = await parts.prepared.found()
             except OutOfMemory as error:
-                lack = str(error)
+                lack = _without_frames(error)
             else:
                 parts.editor.publish(charter)
                 return model
@@ -193,21 +193,18 @@ class RingService:
                     return
                 if not isinstance(error, OutOfMemory):
                     raise
-                lack = str(error)
+                lack = _without_frames(error)
             else:
                 return
             await self._wait_for_memory(lack, next(pauses))
 
-    async def _wait_for_memory(self, lack: str, pause_s: float) -> None:
-        """Say that the model cannot be opened, until it is time to try again.
-
-        Takes a text, as the frames in the traceback of an error would keep memory meanwhile.
-        """
+    async def _wait_for_memory(self, lack: OutOfMemory, pause_s: float) -> None:
+        """Say that the model cannot be opened, until it is time to try again."""
         logger.warning(
             "this node cannot open its model, it tries again in %.0f s: %s", pause_s, lack
         )
         member = self.first.member
-        member.trouble = OutOfMemory(lack)
+        member.trouble = lack
         try:
             await asyncio.sleep(pause_s)
         finally:
@@ -280,6 +277,11 @@ class RingService:
                 or (not parts.has_own_model and supply.can_fetch(each, parts.machine.profiles))
             )
         )
+
+
+def _without_frames(error: OutOfMemory) -> OutOfMemory:
+    """Copy an error without its traceback, whose frames would keep memory."""
+    return OutOfMemory(str(error), hint=error.hint, needed_bytes=error.needed_bytes)
 
 
 def _pauses() -> Iterator[float]:

@@ -243,7 +243,8 @@ def test_a_node_begins_again_in_the_only_ring_that_it_can_serve_in() -> None:
 def test_a_node_that_lacks_memory_for_the_only_model_says_so_and_tries_again_later_and_later() -> (
     None
 ):
-    lack, damage = OutOfMemory("Not enough memory to prepare `it`"), ModelError("it is damaged")
+    lack = OutOfMemory("Not enough memory to prepare `it`", hint="free some", needed_bytes=9)
+    damage = ModelError("it is damaged")
     failures = [*(6 * [lack]), None, *(2 * [lack]), damage]
     begun = list[tuple[float, str]]()
 
@@ -263,7 +264,11 @@ def test_a_node_that_lacks_memory_for_the_only_model_says_so_and_tries_again_lat
         cast("Any", node.service.first).serve = open_model
         running = asyncio.ensure_future(node.service.run())
         await asyncio.sleep(FIRST_OPEN_S / 2)
+        told = node.place.member.trouble
         assert node.place.member.reason == str(lack)
+        assert isinstance(told, OutOfMemory)
+        assert (told.hint, told.needed_bytes) == (lack.hint, lack.needed_bytes)
+        assert told.__traceback__ is None  # its frames would keep memory
         await asyncio.wait({running})
         assert running.exception() is damage
 
