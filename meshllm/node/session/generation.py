@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, assert_never
@@ -12,7 +13,6 @@ from torch import Tensor
 
 from meshllm.errors import MeshError, ModelError
 from meshllm.model.sampling import pick
-from meshllm.model.split.anatomy import PROBE_ERRORS
 from meshllm.model.split.session_cache import SessionCache
 from meshllm.model.steps.runner import Runner, SpanRunner
 from meshllm.model.text.grammar import Constraint
@@ -24,6 +24,7 @@ from meshllm.node.session.continued_cache import CacheMiss, Start, crop_cache, r
 from meshllm.node.session.resume import ResumeKey, resumable
 from meshllm.node.session.split_head import LogitsRequest
 from meshllm.node.session.wire import error_of, opened_rows
+from meshllm.node.supervisor import contained
 from meshllm.protocol.kv_cache.prefix_index import Chunk
 from meshllm.protocol.kv_cache.prefix_scope import PrefixScope
 from meshllm.protocol.session.actions import Done, Embed, Emit, Failed, Pick, Progress
@@ -284,12 +285,9 @@ class Generation:
         """Copy the cache that it shares, before another generation takes that over."""
         if self.closed.is_set():
             return
-        try:
+        # The first job meets a bug again, which ends one session; without a copy it starts again.
+        with contained("bug: the prefix of a prompt is not copied"), suppress(CacheMiss):
             self._opened_cache()
-        except CacheMiss:
-            pass  # the first job starts again, without it
-        except PROBE_ERRORS:  # of model code; the first job meets it again, and ends one session
-            logger.exception("a bug: the prefix of a prompt is not copied")
 
     def embed(self, job: Embed, watch: Stopwatch) -> Blob | None:
         """Run tokens through the embedding and the local layers.

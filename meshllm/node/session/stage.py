@@ -12,7 +12,6 @@ from typing import Any, assert_never
 from torch import Tensor
 
 from meshllm.errors import MeshError, ModelError, PeerFault
-from meshllm.model.split.anatomy import PROBE_ERRORS
 from meshllm.model.split.session_cache import SessionCache
 from meshllm.model.steps.lm_head import BLOCK
 from meshllm.model.steps.runner import Runner, SpanRunner
@@ -24,6 +23,7 @@ from meshllm.node.session.activation_codec import ActivationEncoder, SessionEnco
 from meshllm.node.session.continued_cache import CacheMiss, crop_cache, recompute
 from meshllm.node.session.ring_link import Neighbours
 from meshllm.node.session.wire import fault_code, opened, opened_rows, sealed
+from meshllm.node.supervisor import contained
 from meshllm.node.timer import DeadlineTimer, loop_time
 from meshllm.protocol.kv_cache.budget import KvBudget
 from meshllm.protocol.ring.hang import HangLimits
@@ -228,18 +228,12 @@ class StageNode:
     def _adopt(self, job: Adopt) -> None:
         """Take over or copy a kept cache; if it is gone, the first rows meet a gap."""
         cache = self._kept.pop(job.base, None) if job.whole else self._kept.get(job.base)
-        try:
-            if cache is not None and not job.whole:
-                cache = cache.branch(job.length)
-        except (ModelError, RuntimeError, MemoryError) as error:  # the last two: out of memory
-            logger.info("no cache to continue from: %s", error)
-        except PROBE_ERRORS:  # of model code; the session only loses its prefix
-            logger.exception("cannot copy a cache")
-        else:
-            if cache is not None:
-                self._sessions[job.session] = _StageSession(
-                    self._encoder.for_session(job.session), cache
-                )
+        if cache is not None and not job.whole:
+            cache = _copied(cache, job.length)
+        if cache is not None:
+            self._sessions[job.session] = _StageSession(
+                self._encoder.for_session(job.session), cache
+            )
 
     def _alone(
         self, run: Callable[[Compute, Stopwatch], Blob | None], job: Compute, watch: Stopwatch
@@ -325,3 +319,13 @@ class StageNode:
         blob = held.encoder.seal(rows, took_us, is_step=job.is_step)
         watch.serialised()
         return blob
+
+
+def _copied(cache: SessionCache, length: int) -> SessionCache | None:
+    """Copy the first positions of a cache; None if that fails: its session loses its prefix."""
+    with contained("bug: cannot copy a cache"):
+        try:
+            return cache.branch(length)
+        except (ModelError, RuntimeError, MemoryError) as error:  # the last two: out of memory
+            logger.info("no cache to continue from: %s", error)
+    return None

@@ -622,11 +622,12 @@ async def test_a_prefix_that_cannot_be_copied_is_computed_again() -> None:
         assert ended.measured.reused == 0
 
 
+@pytest.mark.parametrize("error", [AttributeError("a bug in model code"), EOFError()], ids=repr)
 async def test_model_code_that_cannot_copy_a_prefix_ends_one_session(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
     def fail(*_: object) -> None:
-        raise AttributeError("a bug in model code")
+        raise error
 
     async with running(ring=1, keeps=True) as entry:
         await entry.read(entry.node.generate(order(*LONG, *LONG, *LONG)))

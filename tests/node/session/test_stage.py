@@ -344,11 +344,12 @@ async def test_a_copy_without_memory_costs_only_the_prefix() -> None:
         assert [*stage.kept] == [ONE]
 
 
+@pytest.mark.parametrize("error", [AttributeError("a bug in model code"), EOFError()], ids=repr)
 async def test_model_code_that_cannot_copy_costs_only_the_prefix(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
     def fail(*_: object) -> None:
-        raise AttributeError("a bug in model code")
+        raise error
 
     async with serving() as stage:
         await stage.receive(data(ONE, 0, 1, 2, 3, flags=PREFILL))
