@@ -35,7 +35,8 @@ class Sizes:
     cache: int
     ends: int
     workspace: int
-    """Of a forward, in a share."""
+    """The most bytes that a rank needs besides weights and caches, in a share: of a forward, and of
+    rows that wait, see `meshllm.protocol.session.waiting`."""
     whole: int
     """For all layers, in a share."""
 

@@ -167,8 +167,8 @@ def decode(buffer: Buffer) -> Message:
     Raises:
         MalformedMessage: it is a message of a session, and its content breaks a limit.
         PeerFault: any other message breaks a limit, is too short for its kind, or has another major
-            version. That has to end the link: nobody knows which session lacks the message, and it
-            would wait for it in vain.
+            version. That has to end the link: nobody knows which session lacks the message, and
+            that session would wait until its timeout.
     """
     view = memoryview(buffer)
     if len(view) < 2:

@@ -19,7 +19,8 @@ rows, from rows that the rank before recorded when it sent them the first time. 
 nor grow: ``kv_len`` is that of the Resume from the start, and rows behind it wait in the queue.
 
     Data to recompute, beyond kv_len    Fault(RULES)
-    Malformed, whatever it was          Fault(RULES), once, or the Close that it should have been
+    Malformed, whatever it was          Fault(RULES), once, or handled as a Close without tallies,
+                                        if it was one
 
 So no message ever rolls back: a rejected or repeated row is undone by the next write at its
 position. Gap, Fault, Cancel, Resume and Close are passed on round the ring to the entry, which

@@ -127,7 +127,7 @@ _ENDS = {HandshakeState.OPEN, HandshakeState.GONE}
 
 
 class UnknownClaim(NotAuthorised):
-    """A dialer claims what only a later version knows; this ends its link, and no other of it."""
+    """A dialer claims what only a later version knows; only this link of the dialer ends."""
 
     def __init__(self, message: str, answer: bytes) -> None:
         super().__init__(message)
