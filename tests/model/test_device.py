@@ -315,7 +315,9 @@ def test_torch_says_that_an_allocation_failed_as_it_is_recognised() -> None:
     ],
     ids=repr,
 )
-def test_what_model_code_says_of_its_allocations_is_no_lack_of_memory(error: Exception) -> None:
+def test_what_model_code_says_of_its_allocations_is_not_taken_for_a_lack_of_memory(
+    error: Exception,
+) -> None:
     assert not is_out_of_memory(error)
 
 

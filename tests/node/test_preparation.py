@@ -188,7 +188,7 @@ async def test_a_lack_of_memory_while_a_model_is_opened_is_reported(
 @pytest.mark.parametrize(
     "cause", [None, RuntimeError("this type cannot allocate a ring buffer")], ids=repr
 )
-async def test_a_model_that_is_not_supported_is_no_lack_of_memory(
+async def test_a_model_that_is_not_supported_is_not_taken_for_a_lack_of_memory(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: Exception | None
 ) -> None:
     def refusing(*_: object, **_more: object) -> None:
