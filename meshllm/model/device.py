@@ -74,9 +74,9 @@ def name_of(device: torch.device) -> str:
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an allocation failed, for which torch often raises a plain `RuntimeError`."""
     text = str(error).lower() if isinstance(error, RuntimeError) else ""
-    is_told = any(each in text for each in _ALLOCATORS)
-    is_told |= isinstance(error, OSError) and error.errno == errno.ENOMEM
-    return is_told or isinstance(error, MemoryError | torch.OutOfMemoryError)
+    is_lack = any(each in text for each in _ALLOCATORS)
+    is_lack |= isinstance(error, OSError) and error.errno == errno.ENOMEM
+    return is_lack or isinstance(error, MemoryError | torch.OutOfMemoryError)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -30,15 +30,17 @@ alone decides. What a Close asks to keep stays in the prefix cache until a Resum
 The last rank may hold a part of the head. If a step of one row asks for it, this part of the logits
 follows that row, unless the step is cancelled; it is not a fault if the logits never come.
 
-Invariant: while nothing runs, ``kv_len`` is what the driver's cache holds. While rows run, it is
-where they are written; a session has one `Compute` at a time and the driver answers each with
-``computed``, ``missed`` or ``failed``. The driver runs the actions in order, `Free` and `Keep`
-after the `Compute` that they overtake.
+Invariant: while nothing runs, the driver's cache holds ``kv_len`` positions or more. While rows
+run, they are written there; a session has one `Compute` at a time and the driver answers each with
+``computed``, ``missed`` or ``failed``, or, if a `Withdraw` came before it began, with
+``withdrawn``: rows that nobody needs take neither time nor the room of others. The driver runs the
+actions in order, `Free` and `Keep` after the `Compute` that they overtake.
 
 Races, and their outcome:
 
 - Cancel against queued Data: Cancel. It raises gen, and stale rows are dropped before they run.
-- Cancel against running rows: both. They finish and count in ``kv_len``, but are not forwarded.
+- Cancel against running rows: both. They finish and count in ``kv_len``, but are not forwarded; if
+  they have not begun they are withdrawn.
 - Close against anything: Close. The cache is freed or kept at once, and the session is remembered
   as closed so that Data which Close overtook cannot revive it. Running rows find no session and
   are discarded; they write after all kept positions. Until the driver answers, no message starts a
