@@ -426,6 +426,9 @@ class MeshStatus:
     """The models of these rings, the first of the mesh first; `model` is that of the own ring."""
     is_client: bool = field(default=False, metadata={"json": "client"})
     """Whether a client of the mesh reports, which knows its models only."""
+    unanswered: int = 0
+    """Members that have not left, if this node is linked to none of them. It does not tell being
+    removed while it was down from their being down: nobody answers a removed node."""
 
 
 @dataclass(frozen=True, slots=True)

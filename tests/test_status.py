@@ -49,7 +49,7 @@ MODEL = {"name", "layers", "hidden_size", "dtype", "quant", "context", "fingerpr
          "providers", "precision", "aliases", "key", "replicas", "epoch", "exact"}  # fmt: skip
 STATUS = {"mesh", "node", "name", "version", "model", "ring", "nodes", "sessions", "listening",
           "networks", "since_s", "memory", "warnings", "provided", "rings",
-          "models", "client"}  # fmt: skip
+          "models", "client", "unanswered"}  # fmt: skip
 SERVED = {"model", "replica", "state", "reason", "own", "epoch", "entry", "stages", "standbys",
           "lacks_bytes", "status"}  # fmt: skip
 

@@ -40,7 +40,13 @@ from meshllm.node.founding import with_own_entry
 from meshllm.node.lifetime import Lifetime
 from meshllm.node.membership.admission import MemberAdmission
 from meshllm.node.membership.bootstrap import Membership, enter
-from meshllm.node.membership.saved_records import RecordKeeper, SavedRecords, restore_records
+from meshllm.node.membership.saved_records import (
+    RecordKeeper,
+    SavedRecords,
+    expected_nodes,
+    left_nodes,
+    restore_records,
+)
 from meshllm.node.membership.state_store import StateStore
 from meshllm.node.net.beacon import Beacon, MemberBeacons, open_beacon
 from meshllm.node.net.dialer import NodeDialer
@@ -273,7 +279,14 @@ class MeshNode:
             execution=ring_member.execution,
             history=ring_member.history,
             warnings=(self.trouble,) if self.trouble else (),
+            unanswered=self._unanswered(),
         )
+
+    def _unanswered(self) -> int:
+        """Return how many members are expected while none is linked; see `MeshStatus`."""
+        if any(each.role is Role.NODE for each in self.machine.links.values()):
+            return 0
+        return len(expected_nodes(self.store) - left_nodes(self.machine) - {*self.machine.removals})
 
     async def create_ticket(self) -> str:
         """Create a ticket for `ticket_uses` nodes, or for one."""

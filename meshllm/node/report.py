@@ -84,6 +84,7 @@ def mesh_status(view: NodeView, memory: MemoryStatus) -> MeshStatus:
         provided=_provided(view),
         rings=tuple(_served_ring(view, each) for each in view.rings),
         models=tuple(model_status(view, each) for each in _served(view)),
+        unanswered=view.unanswered,
     )
 
 

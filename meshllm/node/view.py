@@ -109,6 +109,8 @@ class NodeView:
     """See `RingRuntime.history`."""
     warnings: tuple[str, ...] = ()
     """Conditions that need the owner's attention."""
+    unanswered: int = 0
+    """See `MeshStatus.unanswered`."""
 
     def of_ring(self, ring: RingView) -> "NodeView | None":
         """Return this view with another ring of the node as its own; None if it is in no such."""

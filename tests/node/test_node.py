@@ -380,6 +380,33 @@ async def test_a_removed_node_is_unlinked_and_ends(mesh: Mesh) -> None:
     ]
 
 
+async def test_a_node_that_was_removed_while_it_was_down_reports_that_nobody_answers(
+    mesh: Mesh,
+) -> None:
+    a = await mesh.start("a")
+    b = await mesh.start("b", join=await a.create_ticket())
+    await until(lambda: a.me in b.store.peers, b)
+    await mesh.kill("b")
+    await control_of(a).remove("b")
+
+    b = await mesh.start("b")
+
+    await until(lambda: report_of(b).ring.state is RingState.SERVING, b)
+    assert (report_of(b).unanswered, report_of(a).unanswered) == (1, 0)
+
+
+async def test_a_node_whose_others_have_left_expects_none(mesh: Mesh) -> None:
+    a = await mesh.start("a")
+    b = await mesh.start("b", join=await a.create_ticket())
+    await until(lambda: b.me in a.store.peers, a)
+    assert report_of(a).unanswered == 0
+
+    b.leave()
+
+    await until(lambda: states(a).get("b") == "left" and not a.machine.links, a)
+    assert report_of(a).unanswered == 0
+
+
 async def test_revoked_keys_reach_the_members_and_outlast_the_offer(mesh: Mesh) -> None:
     desk = await mesh.start("desk", model="builtin")
     tag = b"k" * 16

@@ -17,6 +17,7 @@ from meshllm.cli.doctor.finding import Finding, Verdict
 from meshllm.cli.doctor.netchecks import check_listening, check_network, check_ports
 from meshllm.cli.ring.status import MAX_SKEW_S, clean, ms, skewed_clocks
 from meshllm.cli.shared.client import socket_path, start_command
+from meshllm.cli.shared.events import UNANSWERED_HINT, unanswered
 from meshllm.cli.shared.local import import_heavy
 from meshllm.cli.shared.model_record import ModelRecord
 from meshllm.cli.shared.units import listed
@@ -65,6 +66,7 @@ def examine(
         yield from (finding for each in report.networks for finding in check_network(each))
         yield from check_clocks(report.nodes)
         yield from (check_peer(each, report.version) for each in report.nodes if not each.is_self)
+        yield from check_members(report)
     yield check_memory(psutil.virtual_memory().available)
     yield check_load(os.getloadavg()[0], usable_cores())
     yield check_device(chosen.device)
@@ -189,6 +191,12 @@ def check_peer(node: NodeStatus, own_version: str) -> Finding:
     if trip is not None and trip > SLOW_MS:
         return Finding("warn", "peer", found, "use a wired connection, or nearer nodes")
     return Finding("ok", "peer", found)
+
+
+def check_members(status: MeshStatus) -> Iterator[Finding]:
+    """Report that no member of the mesh answers: nobody tells a node that it was removed."""
+    if told := unanswered(status):
+        yield Finding("warn", "mesh", told, UNANSWERED_HINT)
 
 
 def check_memory(free: int) -> Finding:

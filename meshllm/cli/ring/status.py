@@ -8,6 +8,7 @@ from textwrap import wrap
 from typing import Any, TypeVar, cast
 
 from meshllm.cli.ring.picture import Box, picture
+from meshllm.cli.shared.events import UNANSWERED_HINT, unanswered
 from meshllm.cli.terminal.render import PER_TOKEN, bytes_of, cut, one_line, table
 from meshllm.names import SHORT_LETTERS, LossCause, Span, counted
 from meshllm.status import (
@@ -353,6 +354,8 @@ def _foot(status: MeshStatus, columns: int) -> str:
     if rows := [f"{it.rows} {_CAUSES[it.cause]}" for it in losses if it.rows]:
         notes.append(("recomputed", f" rows of single layers after losses: {', '.join(rows)}"))
     notes += [("advice", status.ring.advice), ("clock", _clock(status.nodes))]
+    if told := unanswered(status):
+        notes.append(("warning", f"{told}: {UNANSWERED_HINT}"))
     for word, text in (*notes, *(("warning", each) for each in status.warnings)):
         if text:
             lines += wrap(f"{word:<10}{text}", columns, subsequent_indent=" " * 10)

@@ -7,9 +7,15 @@ from typing import TYPE_CHECKING
 
 from meshllm.cli.terminal.render import bytes_of
 from meshllm.log import Field
+from meshllm.names import counted
 
 if TYPE_CHECKING:
     from meshllm.status import MeshStatus, NodeStatus, RingStatus
+
+UNANSWERED_HINT = (
+    "they are off or unreachable, or this node was removed from the mesh: ask a member;"
+    " to join again use a new ticket and another `--state`"
+)
 
 _ABSENT = {"left", "down"}
 _VERBS = {
@@ -54,6 +60,23 @@ def notices(before: "MeshStatus | None", after: "MeshStatus") -> Iterator[Notice
     is_other = old is None or _differs(old, new)
     if is_other and not (_is_going_on(old, new) and _lacks_one(after)):
         yield _of_ring(old, new, after.node)
+    if _is_alone(after) and not (before and _is_alone(before)):
+        text = f"{unanswered(after)}: {UNANSWERED_HINT}"
+        yield Notice("alone", text, {"unanswered": after.unanswered})
+
+
+def unanswered(status: "MeshStatus") -> str:
+    """Say how many members of the mesh do not answer; empty if one does, or there is none."""
+    count = status.unanswered
+    return f"{counted(count, 'member')} of this mesh do{'es' * (count == 1)} not answer" * bool(
+        count
+    )
+
+
+def _is_alone(status: "MeshStatus") -> bool:
+    """Return whether a node serves on its own that should have met others, but has met none."""
+    is_first = all(each.is_self for each in status.nodes)
+    return status.ring.state == "serving" and is_first and status.unanswered > 0
 
 
 def _of_node(before: "NodeStatus | None", after: "NodeStatus") -> Iterator[Notice]:

@@ -9,15 +9,16 @@ from threading import Lock
 from typing import Self
 
 from meshllm.errors import PeerFault, UserError
-from meshllm.names import NodeId
+from meshllm.names import NODE_ID_BYTES, NodeId
 from meshllm.node.membership.state_store import FILE, StateStore
 from meshllm.node.net.peer_address import Local, permitted
 from meshllm.node.offloop import OffLoop
 from meshllm.protocol.membership.gossip import Item
 from meshllm.protocol.membership.mesh import Mesh
-from meshllm.protocol.membership.records import MAX_MEMBERS
+from meshllm.protocol.membership.records import MAX_MEMBERS, Lifecycle
 
 _NAME = "records"
+_LEFT = "left"
 _LENGTH_BYTES = 4
 RETRY_S = 30.0  # s until what could not be saved is tried again, such as on a full disk
 
@@ -35,6 +36,8 @@ class SavedRecords:
     """Nodes whose addresses are not saved: this one, and removed members."""
     most: int = MAX_MEMBERS
     """Nodes whose addresses are saved, with earlier ones."""
+    left: frozenset[NodeId] = frozenset()
+    """Nodes that left the mesh, and may return."""
 
     @classmethod
     def of(cls, machine: Mesh, local_of: Callable[[NodeId], Local]) -> Self:
@@ -43,7 +46,8 @@ class SavedRecords:
             node: permitted(profile.addresses, local_of(node))
             for node, profile in machine.profiles.items()
         }
-        return cls(machine.lasting, met, frozenset((machine.me, *machine.removals)))
+        gone = frozenset((machine.me, *machine.removals))
+        return cls(machine.lasting, met, gone, left=left_nodes(machine))
 
 
 def save_records(store: StateStore, records: SavedRecords) -> None:
@@ -58,6 +62,24 @@ def save_records(store: StateStore, records: SavedRecords) -> None:
     known = {**met, **{node: at for node, at in store.peers.items() if node not in met}}
     lasting = [node for node in known if node not in records.gone]
     store.peers = {node: known[node] for node in lasting[: records.most]}
+    left = records.left | (_left(store) - met.keys())
+    store.remember(_LEFT, b"".join(sorted(left & store.peers.keys())))
+
+
+def left_nodes(machine: Mesh) -> frozenset[NodeId]:
+    """Return the nodes that left the mesh while this one was there."""
+    states = machine.states.items()
+    return frozenset(node for node, state in states if state.lifecycle is Lifecycle.LEFT)
+
+
+def expected_nodes(store: StateStore) -> frozenset[NodeId]:
+    """Return the saved members, without those that left the mesh."""
+    return frozenset(store.peers.keys() - _left(store))
+
+
+def _left(store: StateStore) -> set[NodeId]:
+    data = store.recall(_LEFT)
+    return {NodeId(data[at : at + NODE_ID_BYTES]) for at in range(0, len(data), NODE_ID_BYTES)}
 
 
 class RecordKeeper:

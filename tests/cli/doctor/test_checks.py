@@ -1,6 +1,7 @@
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -262,6 +263,22 @@ def test_what_to_do_about_a_lost_peer_is_told(
 
     assert advice in told
     assert bool(advice) == bool(told)
+
+
+@pytest.mark.parametrize(
+    ("count", "found"),
+    [
+        (0, []),
+        (1, ["1 member of this mesh does not answer"]),
+        (2, ["2 members of this mesh do not answer"]),
+    ],
+)
+def test_members_that_do_not_answer_are_a_warning(count: int, found: list[str]) -> None:
+    told = [*checks.check_members(replace(status_of(1), unanswered=count))]
+
+    assert [each.found for each in told] == found
+    assert all(each.verdict == "warn" for each in told)
+    assert all("this node was removed from the mesh" in each.advice for each in told)
 
 
 def test_low_memory_and_high_load_are_warnings() -> None:

@@ -339,6 +339,13 @@ def test_a_warning_is_shown_at_the_end() -> None:
     assert lay_out(status, 80).endswith("\nwarning   the disk is full")
 
 
+def test_members_that_do_not_answer_are_a_warning() -> None:
+    told = lay_out(replace(status_of(1), unanswered=2), 200)
+
+    assert "\nwarning   2 members of this mesh do not answer: they are off" in told
+    assert "warning" not in lay_out(status_of(1), 200)
+
+
 @pytest.mark.parametrize(
     ("value", "text"), [(0.0, "0.00 ms"), (0.424, "0.42 ms"), (12.34, "12.3 ms"), (1234, "1234 ms")]
 )

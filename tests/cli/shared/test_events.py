@@ -152,6 +152,25 @@ def test_a_node_without_a_name_is_reported_by_id() -> None:
     assert texts(None, after)[0] == "desk1bc joined (desk1bc)"
 
 
+def test_a_node_says_once_that_it_serves_alone_although_others_are_expected() -> None:
+    alone = replace(status_of(1), unanswered=2)
+
+    told = texts(None, alone)
+
+    assert told[-1].startswith("2 members of this mesh do not answer: they are off or unreachable")
+    assert texts(alone, replace(alone, unanswered=1)) == []
+
+
+def test_a_node_that_serves_alone_as_it_should_says_nothing_of_others() -> None:
+    expected = [
+        status_of(1),  # a mesh of one, or others that left
+        replace(waiting("alone"), unanswered=2),  # its wait is reported
+        replace(status_of(2), unanswered=1),  # reported by name: it was here
+    ]
+
+    assert not any("not answer" in text for each in expected for text in texts(None, each))
+
+
 def test_notices_have_fields() -> None:
     joined, serving = notices(None, status_of(2))
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -14,6 +15,7 @@ from meshllm.node.membership.saved_records import (
     RETRY_S,
     RecordKeeper,
     SavedRecords,
+    expected_nodes,
     restore_records,
     save_records,
 )
@@ -48,6 +50,17 @@ def test_addresses_of_removed_nodes_are_dropped(store: StateStore) -> None:
     save_records(store, met(ANN, EVE, removed=(EVE,)))
 
     assert store.peers == {ANN: ("loopback:new",)}
+
+
+def test_members_that_left_are_not_expected_until_they_are_met_again(store: StateStore) -> None:
+    save_records(store, replace(met(ANN, BOB), left=frozenset((BOB,))))
+    assert expected_nodes(store) == {ANN}
+
+    save_records(store, met(EVE))  # after a restart
+    assert expected_nodes(store) == {ANN, EVE}
+
+    save_records(store, met(BOB))
+    assert expected_nodes(store) == {ANN, BOB, EVE}
 
 
 def test_of_too_many_addresses_those_of_met_nodes_are_kept(store: StateStore) -> None:
