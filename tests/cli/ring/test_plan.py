@@ -7,6 +7,7 @@ import pytest
 from meshllm.cli.ring.spec import MEASURED
 from meshllm.model.locate import find_folder
 from meshllm.names import Span
+from meshllm.protocol.planning.policies import POLICIES
 from meshllm.status import MeshStatus
 from tests.builders.fake_client import FakeClient
 from tests.builders.status import status_of, waiting, with_ring
@@ -52,9 +53,7 @@ def test_a_policy_may_be_chosen(meshllm: Invoke) -> None:
 
     assert [stage["layers"] for stage in plan["stages"]] == ["0:4", "4:8"]
     assert [stage["wire_ms"] > 4 for stage in plan["stages"]] == [True, True]
-    assert {each["policy"] for each in plan["policies"]} == {
-        "auto", "fastest", "throughput", "proportional",
-    }  # fmt: skip
+    assert [each["policy"] for each in plan["policies"]] == [*POLICIES]
 
 
 def test_each_policy_predicts_speculation_and_time_to_first_token(meshllm: Invoke) -> None:

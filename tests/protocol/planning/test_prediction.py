@@ -14,6 +14,7 @@ from meshllm.protocol.planning.plan import (
     PlanConstraints,
     PlanStage,
 )
+from meshllm.protocol.planning.policies import POLICIES
 from meshllm.protocol.planning.prediction import compare, predict
 from tests.builders.offers import A, B, C, apart, model, offer
 
@@ -117,7 +118,10 @@ def test_policies_are_compared_with_the_default() -> None:
     offers = [offer(A, 4, ms=1), offer(B, 4, ms=1)]
 
     found = compare(offers, apart({}, others=4), model(4))
-    auto, fastest, throughput, proportional = found
+    by_policy = {each.policy: each for each in found}
+    auto, fastest, throughput, proportional = (
+        by_policy[name] for name in ("auto", "fastest", "throughput", "proportional")
+    )
 
     assert auto.reason == "4.0 ms per token, 4.0 ms in the slowest stage"
     assert fastest.plan == auto.plan
@@ -125,20 +129,17 @@ def test_policies_are_compared_with_the_default() -> None:
         "12.0 ms per token, 2.0 ms in the slowest stage: 3.00 and 0.50 times those of `auto`"
     )
     assert proportional.plan == throughput.plan
-    assert [each.policy for each in found] == [
-        "auto",
-        "fastest",
-        "throughput",
-        "proportional",
-    ]
+    assert [*by_policy] == [*POLICIES]
 
 
 def test_a_policy_without_a_ring_has_a_reason() -> None:
     terms = PlanConstraints(spans={C: Span(0, 4)})
 
-    *found, proportional = compare([offer(C, 4)], Links(), model(4), terms=terms)
+    found = {each.policy: each for each in compare([offer(C, 4)], Links(), model(4), terms=terms)}
+    proportional = found.pop("proportional")
 
-    assert all(alternative.plan is not None for alternative in found)
+    takes_spans = [name for name in found if POLICIES[name].takes_spans]
+    assert all(found[name].plan is not None for name in takes_spans)
     assert (proportional.plan, proportional.prediction) == (None, None)
     assert proportional.reason == "Policy `proportional` does not support fixed spans"
 
