@@ -30,7 +30,7 @@ def check_ports(transports: Sequence[str], listen: Sequence[str]) -> Iterator[Fi
 def check_free_port(listen: str | None, *, is_udp: bool = False) -> Finding:
     """Try to bind the port on which a node would listen."""
     host, port = ("", PORT) if listen is None else _place(listen)
-    what = f"UDP port {port}" if is_udp else f"port {port}"
+    what = f"{'UDP' if is_udp else 'TCP'} port {port}"
     try:
         _bind(host if port else "", port, is_udp=is_udp)
     except (OSError, UnicodeError) as error:
@@ -43,7 +43,7 @@ def check_free_port(listen: str | None, *, is_udp: bool = False) -> Finding:
         if listen is None:
             return Finding("warn", "port", found, "nothing to do: the node picks another port")
         return Finding("fail", "port", found, "choose another with `--listen`")
-    return Finding("ok", "port", f"{what.removeprefix('port ')} is free")
+    return Finding("ok", "port", f"{what} is free")
 
 
 def _bind(host: str, port: int, *, is_udp: bool) -> None:

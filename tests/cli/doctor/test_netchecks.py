@@ -96,4 +96,4 @@ def test_the_network_is_reported() -> None:
 def test_a_transport_that_does_not_listen_needs_no_port() -> None:
     found = netchecks.check_ports(("websocket", "quic"), ("ws://127.0.0.1:0",))
 
-    assert [each.found for each in found] == ["0 is free"]
+    assert [each.found for each in found] == ["TCP port 0 is free"]
