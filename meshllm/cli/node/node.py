@@ -350,7 +350,8 @@ async def _invite(opened: "MeshNode", notify: Callable[[Notice], None], file: Pa
     """Print a ticket if the mesh lacks nodes, or a file is to get one; return it, or nothing."""
     count = opened.ticket_uses
     if not count and file is None:
-        text = "all members are known; `meshllm ring ticket` makes a ticket for another one"
+        has = "the mesh has as many members as requested"
+        text = f"{has}; `meshllm ring ticket` makes a ticket for another one"
         notify(Notice("ready", text))
         return ""
     ticket = await opened.create_ticket()
