@@ -1,13 +1,14 @@
 """Differences between two status reports of a mesh, as text and as fields."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from meshllm.cli.terminal.render import bytes_of
 from meshllm.log import Field
-from meshllm.names import counted
+from meshllm.names import SHORT_LETTERS, counted
 
 if TYPE_CHECKING:
     from meshllm.status import MeshStatus, NodeStatus, RingStatus
@@ -156,11 +157,12 @@ def _lacks_one(status: "MeshStatus") -> bool:
 
 
 def _of_ring(before: "RingStatus | None", ring: "RingStatus", me: str) -> Notice:
-    stages = ", ".join(f"{each.name or each.node[:7]} {each.layers}" for each in ring.stages)
+    names = _names(ring)
+    stages = ", ".join(f"{names[each.node]} {each.layers}" for each in ring.stages)
     why = ring.reason and f": {ring.reason}"
     count = len(ring.stages)
     entries = (each for each in ring.stages[:1] if each.node != me)
-    reads = "".join(f"; {each.name or each.node[:7]} reads prompts" for each in entries)
+    reads = "".join(f"; {names[each.node]} reads prompts" for each in entries)
     text = {
         "serving": f"ring of {count} serving, epoch {ring.epoch}: {stages}{reads}",
         "forming": f"ring of {count} forming, epoch {ring.epoch}: {stages}{why}",
@@ -169,3 +171,13 @@ def _of_ring(before: "RingStatus | None", ring: "RingStatus", me: str) -> Notice
     if served and ring.state == "forming":
         text = f"ring of {count} lost, epoch {ring.epoch}"
     return Notice(ring.state, text, {**_facts(ring), "stages": stages})
+
+
+def _names(ring: "RingStatus") -> dict[str, str]:
+    """Return the name of each node of a ring, with its short id if another has the same name."""
+    names = {each.node: each.name or each.node[:SHORT_LETTERS] for each in ring.stages}
+    counts = Counter(names.values())
+    return {
+        node: name if counts[name] == 1 else f"{name} ({node[:SHORT_LETTERS]})"
+        for node, name in names.items()
+    }

@@ -27,6 +27,20 @@ def test_another_node_that_reads_prompts_is_named() -> None:
     )
 
 
+def test_nodes_of_one_name_are_told_apart_where_their_layers_are_listed() -> None:
+    found = status_of(3)
+    stages = tuple(
+        replace(each, name="vm") if each.rank else each for each in found.ring.stages[::-1]
+    )
+    same = with_ring(found, stages=stages)
+
+    told = texts(None, same)[-1]
+
+    ids = [each.node[:7] for each in stages]
+    assert f"vm ({ids[0]}) {stages[0].layers}, vm ({ids[1]}) {stages[1].layers}, attic" in told
+    assert told.endswith(f"; vm ({ids[0]}) reads prompts")
+
+
 def test_an_unchanged_report_yields_nothing() -> None:
     assert texts(status_of(2), with_link(status_of(2), 1, heard_s=2.0)) == []
 
