@@ -46,6 +46,7 @@ def trace(
 
     The answer itself is not shown. Each bar is the time of a hop per token: compute in the model,
     serialise between bytes and tensors, queue for the compute thread, and wire to the next node.
+    Drafts overlap on the way, so that the shares may add up to more than 100 %.
     """
     import asyncio
 
