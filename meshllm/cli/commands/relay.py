@@ -64,6 +64,8 @@ def relay(
     each other soon switch to a direct path by hole punching; for the others it forwards, over UDP
     or, if UDP is blocked, WebSocket on the same port number. All nodes together may send 16 times
     `--rate`, and one host 64 GB a day. stdout is the command for the nodes.
+    On a machine with several addresses give `--listen ADDRESS:PORT`: else replies over UDP leave
+    from the address that the system chooses, and nodes that use another stay on TCP.
     The TCP port also serves `/metrics` and `/healthz`. Ctrl-C, SIGTERM or the end of
     its terminal stops it.
     """
