@@ -195,8 +195,8 @@ def check_peer(node: NodeStatus, own_version: str) -> Finding:
 
 def check_members(status: MeshStatus) -> Iterator[Finding]:
     """Report that no member of the mesh answers: nobody tells a node that it was removed."""
-    if told := unanswered(status):
-        yield Finding("warn", "mesh", told, UNANSWERED_HINT)
+    if found := unanswered(status):
+        yield Finding("warn", "mesh", found, UNANSWERED_HINT)
 
 
 def check_memory(free: int) -> Finding:

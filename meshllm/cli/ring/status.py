@@ -354,8 +354,8 @@ def _foot(status: MeshStatus, columns: int) -> str:
     if rows := [f"{it.rows} {_CAUSES[it.cause]}" for it in losses if it.rows]:
         notes.append(("recomputed", f" rows of single layers after losses: {', '.join(rows)}"))
     notes += [("advice", status.ring.advice), ("clock", _clock(status.nodes))]
-    if told := unanswered(status):
-        notes.append(("warning", f"{told}: {UNANSWERED_HINT}"))
+    if found := unanswered(status):
+        notes.append(("warning", f"{found}: {UNANSWERED_HINT}"))
     for word, text in (*notes, *(("warning", each) for each in status.warnings)):
         if text:
             lines += wrap(f"{word:<10}{text}", columns, subsequent_indent=" " * 10)
