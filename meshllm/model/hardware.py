@@ -13,7 +13,9 @@ from pathlib import Path
 from meshllm.config import library_environment
 
 DEVICES = Path("/dev")
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
+_UNCACHED_BYTES = 64 << 20  # the last-level cache of most machines is smaller
 _CPU_ONLY = "+cpu"  # ends the version of such a build of torch
 _GPU_FILES = "nvidia*", "nvhost*", "nvmap", "dxg", "kfd"  # also of Jetson, WSL and ROCm
 _CPU = frozenset(
@@ -27,12 +29,12 @@ _CPU = frozenset(
 
 
 @cache
-def cache_bytes() -> int:
-    """Return the size of the last-level cache of a core; 0 if it is unknown."""
-    sizes = [0]
-    for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+def uncached_bytes() -> int:
+    """Return how many bytes no CPU cache holds: written, they evict what it held."""
+    sizes = [_UNCACHED_BYTES]
+    for file in CACHES.glob("index*/size"):
         with suppress(OSError, ValueError):
-            sizes.append(int(file.read_text().strip().removesuffix("K")) << 10)
+            sizes.append(2 * int(file.read_text().strip().removesuffix("K")) << 10)
     return max(sizes)
 
 

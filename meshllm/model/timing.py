@@ -20,7 +20,7 @@ import meshllm
 from meshllm.model.device import CPU, free_bytes, name_of, wait
 from meshllm.model.files.manifest import config_digest
 from meshllm.model.files.source import Source, stored_dtype
-from meshllm.model.hardware import cache_bytes
+from meshllm.model.hardware import uncached_bytes
 from meshllm.model.json_cache import load_cached, locked, store_cached
 from meshllm.model.kernels.jit import machine
 from meshllm.model.lean import lean
@@ -64,7 +64,6 @@ _CGROUP_FILES = {
 _STEP_BYTES = 192 << 20  # of the layers of timed steps, before they are quantised: so many that
 # fixed overhead counts little
 _HEAD_BYTES = 64 << 20  # of the timed part of the head
-_COLD_BYTES = 64 << 20  # written before each time; the last-level cache of most machines is smaller
 _LEAST_BYTES = 16 << 20  # of each of these, however little memory is free
 _TILE = 4099  # values; prime, so that no two rows of a matrix are equal
 
@@ -298,7 +297,7 @@ def _typical(seconds: Callable[[int], float], rows: int, device: torch.device) -
 
     A chunk takes so long that other programs always have a part of it.
     """
-    cold = torch.empty(_affordable(_COLD_BYTES, device), dtype=torch.uint8, device=device)
+    cold = torch.empty(_affordable(uncached_bytes(), device), dtype=torch.uint8, device=device)
     times: list[float] = []
     while len(times) < TRIALS and sum(times) < ENOUGH_S:
         pause()
@@ -336,7 +335,7 @@ def _random_shard(
     model = skeleton.model
     tile = torch.randn(_TILE, generator=torch.Generator().manual_seed(0)) / 50
     own = [each for each in model.named_parameters() if each[0] not in model.all_tied_weights_keys]
-    large, least = dict[torch.dtype, Tensor](), max(_COLD_BYTES, 2 * cache_bytes())
+    large, least = dict[torch.dtype, Tensor](), uncached_bytes()
     for name, parameter in sorted(own, key=lambda each: -each[1].nbytes):  # the largest is first
         owner, _, leaf = name.rpartition(".")
         dtype, is_large = parameter.dtype, device == CPU and parameter.nbytes >= least

@@ -19,6 +19,7 @@ from typing import Self
 
 import torch
 
+from meshllm.bench.ring_table import DIMENSIONS
 from meshllm.model.files.source import open_folder
 from meshllm.model.split.skeleton import Part, quiet
 from meshllm.model.steps.load import load_shard
@@ -95,19 +96,10 @@ class Peak:
 
 def write_model(name: str, folder: Path) -> None:
     """Write a model with random bfloat16 weights, in files of 250 MB."""
-    from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3Config
+    from transformers import AutoModelForCausalLM, MixtralConfig
 
-    if name == "qwen3-0.6b":
-        config = Qwen3Config(
-            vocab_size=151_936,
-            hidden_size=1024,
-            intermediate_size=3072,
-            num_hidden_layers=28,
-            num_attention_heads=16,
-            num_key_value_heads=8,
-            head_dim=128,
-            tie_word_embeddings=True,
-        )
+    if name in DIMENSIONS:
+        config = DIMENSIONS[name]()
     else:
         config = MixtralConfig(
             vocab_size=1024,

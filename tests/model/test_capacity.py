@@ -30,12 +30,12 @@ def test_the_parts_of_a_published_size_add_up() -> None:
     shape = qwen3_sized()
 
     assert shape.layers == 28
-    assert shape.layer_bytes == (31_461_376,) * 28
+    assert shape.layer_bytes == (31_461_888,) * 28
     assert shape.embed_bytes == 151_936 * 1024 * 2
     assert (shape.head_bytes, shape.tied) == (1024 * 2, True)
     assert shape.kv_bytes_per_token == (2 * 8 * 128 * 2,) * 28
     assert (shape.context, shape.dtype, shape.itemsize) == (40_960, "bfloat16", 2)
-    assert (shape.hidden_size, shape.vocab_size, shape.model_type) == (1024, 151_936, "llama")
+    assert (shape.hidden_size, shape.vocab_size, shape.model_type) == (1024, 151_936, "qwen3")
 
 
 def test_an_untied_head_counts() -> None:

@@ -82,3 +82,18 @@ def test_the_machine_is_described_without_torch() -> None:
     done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
 
     assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "size"),
+    [((), 64 << 20), (("32K", "1024K", "32768K"), 64 << 20), (("98304K", "48K", "?"), 192 << 20)],
+)
+def test_no_cache_holds_twice_the_largest_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sizes: tuple[str, ...], size: int
+) -> None:
+    monkeypatch.setattr(hardware, "CACHES", tmp_path)
+    for number, text in enumerate(sizes):
+        (tmp_path / f"index{number}").mkdir()
+        (tmp_path / f"index{number}" / "size").write_text(f"{text}\n")
+
+    assert hardware.uncached_bytes.__wrapped__() == size

@@ -42,7 +42,7 @@ KNOWN = Speed(((1, 0.5), (8, 0.75)), 0.25)
 @pytest.fixture(autouse=True)
 def _warm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Do not evict CPU caches: the figures are not used."""
-    monkeypatch.setattr(module, "_COLD_BYTES", 1)
+    monkeypatch.setattr(module, "uncached_bytes", lambda: 1)
 
 
 @pytest.fixture
@@ -161,8 +161,7 @@ def test_random_weights_are_plausible(source: Source) -> None:
 def test_matrices_that_no_cache_holds_share_their_memory(
     source: Source, monkeypatch: pytest.MonkeyPatch, *, is_large: bool
 ) -> None:
-    monkeypatch.setattr(module, "_COLD_BYTES", 1)
-    monkeypatch.setattr(module, "cache_bytes", lambda: 0 if is_large else 1 << 30)
+    monkeypatch.setattr(module, "uncached_bytes", lambda: 1 if is_large else 1 << 30)
     skeleton = build(source.config, torch.float32)
 
     shard = module._random_shard(skeleton, Part(Span(0, 1), embed=False, head=False))
@@ -442,7 +441,7 @@ def test_where_little_memory_is_free_fewer_layers_are_timed(
 def test_caches_are_evicted_with_memory_that_is_free(
     monkeypatch: pytest.MonkeyPatch, free: int, written: int
 ) -> None:
-    monkeypatch.setattr(module, "_COLD_BYTES", 2000)
+    monkeypatch.setattr(module, "uncached_bytes", lambda: 2000)
     monkeypatch.setattr(module, "_LEAST_BYTES", 500)
     monkeypatch.setattr(module, "memory_budget", lambda **_: free)
     made: list[int] = []

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from meshllm.model.device import is_out_of_memory
+from meshllm.model.hardware import uncached_bytes
 from meshllm.model.modules.linear_bf16 import has_native
 from meshllm.model.modules.probe import MOST_ROWS, probe_matrix, probe_outputs
 from meshllm.model.pauses import pause
@@ -32,7 +33,6 @@ GAIN = 0.9  # of the time; a smaller gain is not worth the memory of a copy
 CLEAR_GAIN = 0.5  # of the time; two trials show it
 TRIALS = 5
 _TIMED = 1 << 25  # values of a matrix that is timed: of a larger one, its first outputs
-_COLD_BYTES = 64 << 20  # written before each time; the last-level cache of most machines is smaller
 
 Apply = Callable[[Tensor], Tensor]
 
@@ -103,7 +103,8 @@ def same_bits(one: Apply, other: Apply, x: Tensor) -> bool:
 
 def is_faster(one: Apply, other: Apply, x: Tensor) -> bool:
     """Whether the second of two modules takes at most `GAIN` of the time of the first."""
-    cold, theirs, mine = torch.empty(_COLD_BYTES, dtype=torch.uint8), list[float](), list[float]()
+    cold = torch.empty(uncached_bytes(), dtype=torch.uint8)
+    theirs, mine = list[float](), list[float]()
     while len(theirs) < TRIALS:
         for apply, times in ((one, theirs), (other, mine)):
             cold.fill_(len(times))

@@ -1,7 +1,7 @@
 """The object `meshllm` of a request: what it needs, its deadlines, outlines."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +40,16 @@ async def test_every_route_refuses_what_is_not_met(
     assert not door.requests
 
 
+async def an_hour_late(
+    asked: Coroutine[Any, Any, httpx2.Response], door: FakeNode, advance: Callable[[float], None]
+) -> httpx2.Response:
+    """Let an hour pass once a request has begun; return what it gets."""
+    asking = asyncio.ensure_future(asked)
+    await door.begun.wait()
+    advance(3600)
+    return await asking
+
+
 @pytest.mark.parametrize("path", [*PATHS, "/v1/messages/count_tokens"])
 async def test_a_deadline_ends_the_answer_of_every_route(
     client: httpx2.AsyncClient, door: FakeNode, advance: Callable[[float], None], path: str
@@ -48,10 +58,7 @@ async def test_a_deadline_ends_the_answer_of_every_route(
     body = PATHS.get(path, {"messages": MESSAGES})
     asked = {"model": "builtin", **body, "meshllm": {"deadline_ms": 3_600_000}}
 
-    asking = asyncio.ensure_future(client.post(path, json=asked))
-    await door.begun.wait()
-    advance(3600)
-    said = await asking
+    said = await an_hour_late(client.post(path, json=asked), door, advance)
 
     assert said.status_code == 503
     assert "not complete within 3600 s" in said.json()["error"]["message"]
@@ -66,10 +73,7 @@ async def test_an_answer_of_every_route_begins_in_time_or_is_refused(
     body = PATHS.get(path, {"messages": MESSAGES})
     asked = {"model": "builtin", **body, "meshllm": {"first_token_ms": 3_600_000}}
 
-    asking = asyncio.ensure_future(client.post(path, json=asked))
-    await door.begun.wait()
-    advance(3600)
-    said = await asking
+    said = await an_hour_late(client.post(path, json=asked), door, advance)
 
     assert (said.status_code, said.headers["retry-after"]) == (503, "2")
     assert "did not begin within 3600 s; retry later" in said.json()["error"]["message"]
@@ -200,10 +204,7 @@ async def test_an_answer_behind_its_deadline_is_an_error(
     door.waits_at = 2
 
     fields = BODY | {"meshllm": {"deadline_ms": 3_600_000}}
-    asking = asyncio.ensure_future(client.post(PATH, json=fields))
-    await door.begun.wait()
-    advance(3600)
-    said = await asking
+    said = await an_hour_late(client.post(PATH, json=fields), door, advance)
 
     assert said.status_code == 503
     assert "not complete within 3600 s" in said.json()["error"]["message"]
