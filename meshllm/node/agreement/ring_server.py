@@ -170,8 +170,8 @@ class RingServer:
                 return agreement.reason
             members = self.member.charter.members if self.member.charter else None
             loading = self._loading(agreement)
-            if not loading:
-                return agreement.reason
+            if not loading:  # no node has published its state yet
+                return "the nodes are loading the model"
             return loading_model(loading, members, parts.machine.profiles)
         is_known = parts.machine.charter or parts.is_founder
         return "this node is loading the model" if is_known else "no contact with the mesh yet"

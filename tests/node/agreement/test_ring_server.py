@@ -119,6 +119,13 @@ def test_members_that_say_that_they_load_are_named(
     assert ("loading the model: desk" in reason) is is_loading
 
 
+def test_before_any_node_has_published_its_state_no_memory_is_missed() -> None:
+    served = Served()
+    served.server.planner.agreement = EARLY
+
+    assert served.server.reason() == "the nodes are loading the model"
+
+
 def test_the_members_that_are_here_are_counted() -> None:
     served = Served()
     served.place.machine.charter = replace(charter(), members=3)
@@ -147,7 +154,7 @@ def test_a_node_that_will_hold_no_layers_is_not_counted_as_here(
     }
     served.place.states |= {STAGE: state}
     served.server.planner.agreement = EARLY
-    assert served.server.reason() == "too little memory"  # nobody says that it loads
+    assert served.server.reason() == "the nodes are loading the model"  # none says that it does
 
     served.place.states |= {ENTRY: StateRecord(Lifecycle.JOIN)}
 
