@@ -12,6 +12,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import typer
@@ -53,24 +54,38 @@ class Drain:
 
 @contextmanager
 def unwinding_on_signals() -> Iterator[None]:
-    """Let the first SIGTERM or SIGHUP inside raise `SystemExit`; a SIGTERM after it ends at once.
+    """Let the first SIGTERM or SIGHUP inside unwind like Ctrl-C; a SIGTERM after it ends at once.
 
     By default each ends a process without `finally`, which leaves its terminal without echo, and
     its processes and files behind. A signal that is ignored, as SIGHUP by `nohup`, stays ignored.
     Enter it in the main thread.
+
+    Raises:
+        SystemExit: one arrived.
     """
     before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)}
+    code: int | None = None
 
-    def end(number: int, _: object) -> None:
+    def end(number: int, frame: FrameType | None) -> None:
+        nonlocal code
+        code = 128 + number
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a closed terminal may send several
-        raise SystemExit(128 + number)
+        # Raised here, it may end a callback or a child task: `asyncio.run` cancels its main task.
+        interrupt = signal.getsignal(signal.SIGINT)
+        if not callable(interrupt):  # a shell's background job ignores Ctrl-C
+            raise SystemExit(code)
+        interrupt(signal.SIGINT, frame)
 
     for each, handler in before.items():
         if handler is not signal.SIG_IGN:
             signal.signal(each, end)
     try:
         yield
+    except BaseException as error:  # what is closed on the way out may fail, too
+        if code is not None:
+            raise SystemExit(code) from error
+        raise
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
@@ -80,8 +95,7 @@ def unwinding_on_signals() -> Iterator[None]:
 def cancelled_by_sigterm() -> Iterator[None]:
     """Let the first SIGTERM cancel the task that is inside; the second ends the process at once.
 
-    `unwinding_on_signals` raises inside any callback of an event loop, and the loop's exception
-    handler, such as prompt_toolkit's, may take what is raised there.
+    For a loop in which something else handles SIGINT, such as prompt_toolkit.
 
     Raises:
         SystemExit: a signal arrived.

@@ -156,6 +156,35 @@ def test_a_closed_terminal_unwinds_once() -> None:
     assert signal.getsignal(signal.SIGHUP) is before
 
 
+def test_a_signal_during_a_child_task_cancels_the_main_task() -> None:
+    steps = list[str]()
+
+    async def child() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        steps.append("not interrupted")
+        await asyncio.Event().wait()
+
+    async def measure() -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(child())
+        finally:
+            steps.append("unwound")
+
+    with pytest.raises(SystemExit, match="143"), unwinding_on_signals():
+        asyncio.run(measure())
+    assert steps == ["not interrupted", "unwound"]
+
+
+def test_a_signal_unwinds_a_background_job_that_ignores_ctrl_c() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with pytest.raises(SystemExit, match="143"), unwinding_on_signals():
+            os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_unwinding_respects_nohup() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
