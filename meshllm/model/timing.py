@@ -43,7 +43,7 @@ ROWS = (1, 8, 32, 128, 256, 1024)
 """Of decode steps and prefill chunks; the last two show how time grows with attention."""
 _WARMED = ROWS[:4]  # more rows run the same kernels
 TRIALS = 3
-ENOUGH_S = 0.2  # for repeated runs; many rows of a large layer are timed once
+ENOUGH_S = 0.1  # for repeated runs; many rows of a large layer are timed once
 LONGEST_S = 0.5  # for the largest number of rows, which is skipped if it would take longer
 MAX_AGE_S = 24 * 3600.0
 BUSY_AGE_S = 600.0  # the same, if other programs had much of the time
@@ -154,13 +154,34 @@ def _read(record: Any) -> Speed | None:
 def _layer_seconds(
     source: Source, dtype: torch.dtype, quant: Quant, device: torch.device = CPU
 ) -> tuple[tuple[int, float], ...]:
-    """Time a mean layer, with row-invariant steps of a few rows where the model allows them."""
+    """Time a mean layer, with row-invariant steps of a few rows where the model allows them.
+
+    A layer so large that steps are timed with it alone is used for chunks, too: it takes long to
+    be packed.
+    """
     what, context = (source, dtype, quant, device), context_of(source.config) or max(ROWS)
     all_rows = [rows for rows in ROWS if rows <= context]
-    steps = _step_seconds(*what, [rows for rows in all_rows if rows <= MOST_ROWS])
+    steps, layers = _step_seconds(*what, [rows for rows in all_rows if rows <= MOST_ROWS])
+    if layers is not None and (device != CPU or len(layers.runner.span) > 1):
+        layers = None
     reclaim()  # the weights: hooks and modules form cycles
-    chunks = _stock_seconds(*what, [rows for rows in all_rows if rows not in steps])
+    rest = [rows for rows in all_rows if rows not in steps]
+    chunks = _stock_seconds(*what, rest, layers)
     return tuple(sorted((steps | chunks).items()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Layers:
+    """Some layers of a model, with random weights."""
+
+    runner: Runner
+    sizes: list[int]
+    """The bytes of each layer of the model."""
+
+    @property
+    def mean(self) -> float:
+        """The bytes of a mean layer."""
+        return sum(self.sizes) / len(self.sizes)
 
 
 def _stock_seconds(
@@ -169,25 +190,28 @@ def _stock_seconds(
     quant: Quant,
     device: torch.device,
     counts: Sequence[int],
+    layers: _Layers | None = None,
 ) -> dict[int, float]:
     """Time the forward of the layer nearest to the mean size, with each of ``counts`` rows.
 
     What surrounds the layers, such as the attention mask, takes its time once for all of them: it
-    counts with the share of one layer. On a GPU it is left out, with the copies.
+    counts with the share of one layer. On a GPU it is left out, with the copies. ``layers`` is that
+    one layer, if it is there.
     """
     if not counts:  # a very short context
         return {}
-    skeleton = build(source.config, dtype)
-    sizes = _sizes(skeleton)
-    mean = sum(sizes) / len(sizes)
-    index = min(range(len(sizes)), key=lambda index: abs(sizes[index] - mean))
-    # Its hooks have to run before the shard's own, which ends the forward.
-    stopwatch = _Stopwatch(skeleton.parts[index], device)
-    part = Part(Span(index, index + 1), embed=False, head=False)
-    shard = _random_shard(
-        skeleton, part, packed=dtype == stored_dtype(source), quant=quant, device=device
-    )
-    runner = Runner(shard, (MOST_ROWS,) if device == CPU else (), run_untested)
+    if layers is None:
+        skeleton = build(source.config, dtype)
+        sizes = _sizes(skeleton)
+        part = Part(_nearest(sizes), embed=False, head=False)
+        shard = _random_shard(
+            skeleton, part, packed=dtype == stored_dtype(source), quant=quant, device=device
+        )
+        few = (MOST_ROWS,) if device == CPU else ()
+        layers = _Layers(Runner(shard, few, run_untested), sizes)
+    runner, sizes = layers.runner, layers.sizes
+    shard, index = runner.shard, runner.span.start
+    stopwatch = _Stopwatch(shard.layer(index), device)
 
     def seconds(rows: int) -> float:
         x, cache = _hidden(shard, rows), shard.new_cache()
@@ -199,7 +223,7 @@ def _stock_seconds(
     for rows in _WARMED:  # excludes what only the first call does, such as compiling a kernel
         if rows in counts:
             seconds(rows)
-    scale, times = mean / sizes[index], list[tuple[int, float]]()
+    scale, times = layers.mean / sizes[index], list[tuple[int, float]]()
     for rows in counts:
         if rows < ROWS[-1] or times[-1][1] * rows / times[-1][0] <= LONGEST_S:
             times.append((rows, _typical(seconds, rows, device)))
@@ -208,20 +232,24 @@ def _stock_seconds(
 
 def _step_seconds(
     source: Source, dtype: torch.dtype, quant: Quant, device: torch.device, few: Sequence[int]
-) -> dict[int, float]:
-    """Time steps of each of ``few`` rows, per mean layer; empty for stock steps."""
+) -> tuple[dict[int, float], _Layers | None]:
+    """Time steps of each of ``few`` rows, per mean layer; also return the layers that were timed.
+
+    Stock steps are not timed.
+    """
     skeleton = build(source.config, dtype)
     sizes, config = _sizes(skeleton), skeleton.model.config
     mean = sum(sizes) / len(sizes)
-    span = Span(0, min(len(sizes), max(1, int(_affordable(_STEP_BYTES, device) / mean))))
+    count = min(len(sizes), int(_affordable(_STEP_BYTES, device) / mean))
+    span = Span(0, count) if count > 1 else _nearest(sizes)
     is_croppable = SpanCache(config, span).croppable
     if not is_croppable or lacks_invariance(config, skeleton.model, device):
-        return {}
+        return {}, None
     part, packed = Part(span, embed=False, head=False), dtype == stored_dtype(source)
     shard = _random_shard(skeleton, part, packed=packed, quant=quant, device=device)
     runner, cache = Runner(shard, few, run_untested), shard.new_cache()
     if not runner.is_row_invariant:
-        return {}
+        return {}, None
     runner.step(_hidden(shard, 1), cache)
 
     def seconds(rows: int) -> float:
@@ -230,12 +258,19 @@ def _step_seconds(
         runner.step(x, cache)
         took = time.perf_counter() - begin
         cache.crop(1)
-        return took / sum(sizes[: span.stop]) * mean
+        return took / sum(sizes[span.start : span.stop]) * mean
 
     for rows in few:
         for _ in range(SETTLED):
             seconds(rows)
-    return {rows: _typical(seconds, rows, device) for rows in few}
+    return {rows: _typical(seconds, rows, device) for rows in few}, _Layers(runner, sizes)
+
+
+def _nearest(sizes: Sequence[int]) -> Span:
+    """Return the layer whose size is nearest to the mean."""
+    mean = sum(sizes) / len(sizes)
+    index = min(range(len(sizes)), key=lambda index: abs(sizes[index] - mean))
+    return Span(index, index + 1)
 
 
 def _head_seconds(
@@ -281,7 +316,7 @@ class _Stopwatch:
         self._device = device
         self._begin = 0.0
         module.register_forward_pre_hook(self._start)
-        module.register_forward_hook(self._stop)
+        module.register_forward_hook(self._stop, prepend=True)  # the shard's ends the forward
 
     def _start(self, *_: Any) -> None:
         wait(self._device)

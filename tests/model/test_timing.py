@@ -119,7 +119,7 @@ def test_what_surrounds_the_layers_counts_with_the_share_of_one(
 ) -> None:
     ticks = count()
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
-    monkeypatch.setattr(module, "_step_seconds", lambda *_: {})
+    monkeypatch.setattr(module, "_step_seconds", lambda *_: ({}, None))
 
     with torch.inference_mode():
         table = dict(module._layer_seconds(source, torch.float32, Quant.NONE))
@@ -475,6 +475,28 @@ def test_one_shard_is_timed_at_a_time(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(made) == 2
 
 
+def test_a_layer_that_is_timed_alone_is_made_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tiny_model(tmp_path, "llama")
+    monkeypatch.setattr(module, "_STEP_BYTES", 1)
+    monkeypatch.setattr(module, "_LEAST_BYTES", 0)
+    random_shard, spans = module._random_shard, list[Span]()
+
+    def making(skeleton: Skeleton, part: Part, **options: Any) -> Shard:
+        spans.append(part.span)
+        return random_shard(skeleton, part, **options)
+
+    monkeypatch.setattr(module, "_random_shard", making)
+    with torch.inference_mode():
+        table = module._layer_seconds(source, torch.bfloat16, Quant.NONE)
+
+    assert [len(span) for span in spans] == [1]
+    longest = source.config.max_position_embeddings
+    assert [rows for rows, _ in table] == [rows for rows in ROWS if rows <= longest]
+    assert all(0 < seconds < 60 for _, seconds in table)
+
+
 def test_nothing_that_was_timed_stays_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -510,7 +532,7 @@ def test_a_gpu_is_timed_by_its_graph(source: Source, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Graph, "step", counting)
     with graphs_pretended(monkeypatch), torch.inference_mode():
-        table = module._step_seconds(source, torch.float32, Quant.NONE, OTHER_CPU, [1, 8])
+        table, _ = module._step_seconds(source, torch.float32, Quant.NONE, OTHER_CPU, [1, 8])
         assert launched.count(8) > SETTLED
         head = module._head_seconds(source, torch.float32, Quant.NONE, OTHER_CPU)
 
