@@ -336,7 +336,6 @@ ELSEWHERE = {
     "meshllm.cli.ring.toml_fields": "`test_spec.py` has the table of its errors",
     "meshllm.cli.shared.units": "the tables of refused options in the tests of commands",
     "meshllm.config_file": "`test_config.py`",
-    "meshllm.model.kernels.scratch": "one buffer; the kernels that write to it are tested",
     "meshllm.model.modules.quant_form": "only types",
     "meshllm.model.text.answer_parser": "joins two parsers; `node/session/test_text.py` runs it",
     "meshllm.node.offloop": "only a protocol",

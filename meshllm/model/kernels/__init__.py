@@ -9,9 +9,9 @@ __all__ = [
     "gemm_int8",
     "ir",
     "jit",
+    "measured",
     "program",
     "rms_norm",
-    "scratch",
     "softmax",
     "triton_attention",
 ]

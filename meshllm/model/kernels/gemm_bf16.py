@@ -16,15 +16,16 @@ summation. In each order a row is row-invariant:
 
 from collections.abc import Mapping, Sequence
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from llvmlite import ir
 from torch import Tensor
 
-from meshllm.model.kernels import prefetch
 from meshllm.model.kernels.ir import FLOAT, HALF, INT, LANES, WORD, Code
-from meshllm.model.kernels.jit import RUN, JitFunction, registers
-from meshllm.model.kernels.scratch import scratch
+from meshllm.model.kernels.jit import RUN, JitFunction, registers, scratch
+from meshllm.model.kernels.measured import Times
+from meshllm.model.kernels.prefetch import MEASURED_BYTES, Multiply, claim, reading_times
 
 GEMV_LANES = 64
 """Partial sums per output of a GEMV; the number of inputs is a multiple of this."""
@@ -37,7 +38,11 @@ MOST_ROWS = 192
 
 _GEMV_OUTPUTS = 16  # outputs of a GEMV block
 _TOGETHER = 4  # outputs that share the loads of several rows, given enough registers
-_DOT_ALONE = 3  # rows up to which the instruction is as fast with one output, a single stream
+_DOT_ALONE = 3  # rows up to which the instruction is faster with one output, a single stream,
+_NEAR_BYTES = 24 << 10  # if the nearest CPU cache holds them next to the weights
+_NARROW = 768  # inputs below which the matrices of a model stay in a CPU cache,
+_LARGE = 2 << 20  # unless they have so many values or more, as an LM head may
+_MEASURED_OUTPUTS = 2048  # of a matrix that is measured
 _TILE = 6  # rows whose sums fit in registers; in a GEMM, twice as many with AVX-512
 _AHEAD = 2048  # weights; prefetch distance, larger than that of hardware prefetchers
 _PAIRS_AHEAD = 2048  # pairs of weights; the same for a single row with the instruction
@@ -78,8 +83,10 @@ class Bf16Matrix:
         self._weights = weights.data_ptr()
         self._bias = 0 if bias is None else bias.data_ptr()
 
-    def gemv(self, rows: Tensor) -> Tensor:
+    def gemv(self, rows: Tensor, way: "_Way | None" = None) -> Tensor:
         """Multiply rows [M, K] in the order of few rows, each as if alone: [M, N], bfloat16.
+
+        ``way`` is how the instruction reads them; None chooses.
 
         Raises:
             ValueError: the rows are not [M, K], not bfloat16 or not on the CPU.
@@ -91,17 +98,16 @@ class Bf16Matrix:
         if not count:
             return products
         given = rows.contiguous() if self._dot or each == 1 else _padded(rows, tiles * each)
-        alone = _DOT_ALONE if self._dot else 1
-        is_wide = each > alone and outputs % _TOGETHER == 0 and registers() > LANES
-        together, has_bias = _TOGETHER if is_wide else 1, bool(self._bias)
+        has_bias = bool(self._bias)
         if self._dot:
-            has_prefetch = each > 1 or prefetch.helps_to_read(outputs, self._inputs)
-            function = _dot_gemv(each, together, has_bias, has_prefetch)
+            way = _choose_way(each, outputs, self._inputs) if way is None else way
+            function = _dot_gemv(each, way.together, has_bias, way.has_prefetch)
         else:
-            function = _gemv(each, together, has_bias)
+            is_wide = each > 1 and outputs % _TOGETHER == 0 and registers() > LANES
+            function = _gemv(each, _TOGETHER if is_wide else 1, has_bias)
         blocks, threads = -(-outputs // _GEMV_OUTPUTS), torch.get_num_threads()
         steps = self._inputs // (2 * LANES if self._dot else GEMV_LANES)
-        run = prefetch.claim(blocks, 2 * _GEMV_OUTPUTS * self._inputs, threads)
+        run = claim(blocks, 2 * _GEMV_OUTPUTS * self._inputs, threads)
         function(
             *(blocks, threads, self._weights, self._bias, given.data_ptr(), products.data_ptr()),
             *(outputs, steps, tiles, run, *([count] if self._dot else [])),
@@ -142,6 +148,52 @@ class Bf16Matrix:
         if rows.dtype != torch.bfloat16 or not rows.is_cpu:
             raise ValueError(f"rows of {rows.dtype} on {rows.device}")
         return shape[0]
+
+
+class _Way(NamedTuple):
+    """How the GEMV with the instruction reads weights; the sums are the same."""
+
+    together: int
+    """Outputs that share the loads of rows; more than one are read as so many streams."""
+    has_prefetch: bool
+
+
+_WAYS = {
+    "a stream": _Way(1, has_prefetch=False),
+    "a stream, prefetched": _Way(1, has_prefetch=True),
+    "four streams": _Way(_TOGETHER, has_prefetch=False),
+}
+"""Of a single row."""
+
+
+@cache
+def _choose_way(rows: int, outputs: int, inputs: int) -> _Way:
+    """Choose how ``rows`` rows of a tile are multiplied, for a single row by measurement."""
+    is_wide = outputs % _TOGETHER == 0 and registers() > LANES
+    if rows > 1:
+        is_alone = rows <= _DOT_ALONE and 2 * rows * inputs <= _NEAR_BYTES
+        return _Way(_TOGETHER if is_wide and not is_alone else 1, has_prefetch=True)
+    if inputs < _NARROW and outputs * inputs < _LARGE:
+        return _WAYS["a stream"]
+    times = _way_times(inputs)
+    return _WAYS[min((way for way in times if is_wide or "four" not in way), key=times.__getitem__)]
+
+
+@cache
+def _way_times(inputs: int) -> Times:
+    """Return the times of `_WAYS` for matrices of ``inputs`` inputs."""
+    outputs = max(_TOGETHER, min(_MEASURED_OUTPUTS, MEASURED_BYTES // (2 * inputs)))
+    outputs -= outputs % _TOGETHER
+    count = max(1, MEASURED_BYTES // (2 * outputs * inputs))
+    weights = torch.full((count, outputs, inputs), 0.01, dtype=torch.bfloat16)
+    matrices = [Bf16Matrix(each, dot=True) for each in weights]
+    row = torch.ones(1, inputs, dtype=torch.bfloat16)
+
+    def reading(way: _Way) -> Multiply:
+        return lambda number: matrices[number].gemv(row, way)
+
+    ways = {name: reading(way) for name, way in _WAYS.items()}
+    return reading_times("bf16 GEMV", str(inputs), ways, count)
 
 
 def _padded(rows: Tensor, count: int) -> Tensor:

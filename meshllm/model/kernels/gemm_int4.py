@@ -26,10 +26,19 @@ from llvmlite import ir
 from torch import Tensor
 
 from meshllm.model.kernels.gemm_int8 import GROUP as ROW_GROUP
-from meshllm.model.kernels.gemm_int8 import PART, quantise_rows
+from meshllm.model.kernels.gemm_int8 import MEASURED, PART, quantise_rows
 from meshllm.model.kernels.ir import FLOAT, HALF, LANES, WORD, Code
 from meshllm.model.kernels.jit import RUN, JitFunction, registers
-from meshllm.model.kernels.prefetch import AHEAD, FEW, LINE, PassInfo, claim, helps, prefetch_share
+from meshllm.model.kernels.prefetch import (
+    AHEAD,
+    FEW,
+    LINE,
+    MEASURED_BYTES,
+    PassInfo,
+    claim,
+    prefetch_share,
+    reading_times,
+)
 
 OUTPUTS = 64
 """Outputs of a block; four cache lines for every 8 inputs."""
@@ -62,12 +71,15 @@ def multiply(rows: Tensor, weights: Tensor, scales: Tensor) -> Tensor:
     if rows.shape[1] != CODES * words or not rows.is_cpu:
         count, device = rows.shape[1], rows.device
         raise ValueError(f"rows of {count} values on {device} for {CODES * words} inputs")
-    outputs = blocks * OUTPUTS
     if not len(rows):
-        return rows.new_empty(0, outputs)
+        return rows.new_empty(0, blocks * OUTPUTS)
+    return _multiply(rows, weights, scales, len(rows) > FEW or _prefetches())
+
+
+def _multiply(rows: Tensor, weights: Tensor, scales: Tensor, has_prefetch: bool) -> Tensor:
+    blocks, words, outputs = weights.shape[0], weights.shape[1], len(weights) * OUTPUTS
     given, threads = quantise_rows(rows, has_totals=True), torch.get_num_threads()
     products = given.new_products(outputs)
-    has_prefetch = len(rows) > FEW or helps()
     is_single_pass = len(rows) * OUTPUTS <= LANES * registers()
     run = claim(blocks, weights[0].nbytes, threads) if is_single_pass else 1
     _gemm(given.each, given.is_half, min(given.tiles, 2), has_prefetch)(
@@ -76,6 +88,23 @@ def multiply(rows: Tensor, weights: Tensor, scales: Tensor) -> Tensor:
         *(given.totals.data_ptr(), products.data_ptr(), outputs, threads, run),
     )
     return given.only(products, rows)
+
+
+@cache
+def _prefetches() -> bool:
+    """Whether prefetches make a row faster, measured once per machine."""
+    inputs, outputs = MEASURED
+    count = 2 * MEASURED_BYTES // (inputs * outputs)
+    blocks, words = outputs // OUTPUTS, inputs // CODES
+    weights = torch.ones(count, blocks, words, OUTPUTS, dtype=torch.int32)
+    scales = torch.ones(blocks, words // _WORDS, OUTPUTS, 2, dtype=torch.bfloat16)
+    row = torch.ones(1, inputs, dtype=torch.bfloat16)
+    ways = {
+        name: lambda number, way=way: _multiply(row, weights[number], scales, way)
+        for name, way in (("plain", False), ("prefetched", True))
+    }
+    times = reading_times("int4 GEMV", "row", ways, count)
+    return times["prefetched"] < times["plain"]
 
 
 def dequantise(weights: Tensor, scales: Tensor, wide: Tensor) -> None:

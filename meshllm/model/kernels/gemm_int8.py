@@ -27,7 +27,16 @@ from torch import Tensor
 
 from meshllm.model.kernels.ir import BYTE, FLOAT, HALF, LANES, ROUND, WORD, Code
 from meshllm.model.kernels.jit import RUN, JitFunction, registers
-from meshllm.model.kernels.prefetch import AHEAD, FEW, LINE, PassInfo, claim, helps, prefetch_share
+from meshllm.model.kernels.prefetch import (
+    AHEAD,
+    FEW,
+    LINE,
+    MEASURED_BYTES,
+    PassInfo,
+    claim,
+    prefetch_share,
+    reading_times,
+)
 
 OUTPUTS = 64
 """Outputs of a block; two cache lines for each pair of inputs."""
@@ -35,6 +44,9 @@ GROUP = 128
 """Inputs of a row that share a scale."""
 PART = 64
 """Inputs of a row that are added up, for weights with a zero point."""
+
+MEASURED = 4096, 512
+"""Inputs and outputs of matrices by which it is measured whether prefetches help."""
 
 _TILE_ROWS = 6  # rows of a tile, whose sums fit in registers; twice as many with AVX-512
 _SERIAL = 1 << 16  # values that one thread quantises as fast as several
@@ -63,9 +75,12 @@ def multiply(rows: Tensor, weights: Tensor, scales: Tensor) -> Tensor:
     _check(rows, weights, scales)
     if not len(rows):
         return rows.new_empty(0, len(scales))
+    return _multiply(rows, weights, scales, len(rows) > FEW or _prefetches())
+
+
+def _multiply(rows: Tensor, weights: Tensor, scales: Tensor, has_prefetch: bool) -> Tensor:
     given, threads = quantise_rows(rows), torch.get_num_threads()
     products = given.new_products(len(scales))
-    has_prefetch = len(rows) > FEW or helps()
     is_single_pass = len(rows) * OUTPUTS <= LANES * registers()
     run = claim(len(weights), weights[0].nbytes, threads) if is_single_pass else 1
     _gemm(given.each, given.is_half, min(given.tiles, 2), has_prefetch)(
@@ -74,6 +89,21 @@ def multiply(rows: Tensor, weights: Tensor, scales: Tensor) -> Tensor:
         *(products.data_ptr(), len(scales), threads, run),
     )
     return given.only(products, rows)
+
+
+@cache
+def _prefetches() -> bool:
+    """Whether prefetches make a row faster, measured once per machine."""
+    inputs, outputs = MEASURED
+    count = MEASURED_BYTES // (inputs * outputs)
+    weights = torch.ones(count, outputs // OUTPUTS, inputs // 2, OUTPUTS, 2, dtype=torch.int8)
+    row, scales = torch.ones(1, inputs, dtype=torch.bfloat16), torch.ones(outputs)
+    ways = {
+        name: lambda number, way=way: _multiply(row, weights[number], scales, way)
+        for name, way in (("plain", False), ("prefetched", True))
+    }
+    times = reading_times("int8 GEMV", "row", ways, count)
+    return times["prefetched"] < times["plain"]
 
 
 class QuantisedRows(NamedTuple):

@@ -31,6 +31,7 @@ import llvmlite
 import torch
 from blake3 import blake3
 from llvmlite import ir
+from torch import Tensor
 
 from meshllm.config import cache_path
 from meshllm.model.hardware import allows_executable_memory, cpu_lines
@@ -115,6 +116,22 @@ def observe_calls(observer: CallObserver | None) -> Iterator[None]:
         yield
     finally:
         _observer.observe = before
+
+
+class _Scratch(threading.local):
+    """The buffer of a thread; new pages would cost page faults."""
+
+    numbers = torch.empty(0, dtype=torch.bfloat16)
+
+
+_scratch = _Scratch()
+
+
+def scratch(count: int) -> Tensor:
+    """Return a buffer of ``count`` bfloat16 numbers, valid until this thread's next call."""
+    if len(_scratch.numbers) < count:
+        _scratch.numbers = torch.empty(count, dtype=torch.bfloat16)
+    return _scratch.numbers[:count]
 
 
 @cache

@@ -15,39 +15,36 @@ fixed distance ahead of itself.
 
 With one or two rows there is hardly any arithmetic, and on some CPUs the hardware prefetcher reads
 a stream by itself: there prefetches only compete with it for the buffers of outstanding loads (an
-AMD EPYC of the Zen 4 kind reads 33 GB/s without them, 22 with them). So that is measured once per
-machine, unless all matrices are small. None of this changes a result.
+AMD EPYC of the Zen 4 kind reads bf16 weights at 33 GB/s without them, at 22 with them; one of the
+Zen 5 kind at 38 and 43, and int4 weights at 30 and 40). So each kernel is measured once per machine
+with its own weights, see `reading_times`. None of this changes a result.
 """
 
-import time
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Callable, Mapping
+from functools import partial
 from statistics import median
 from typing import NamedTuple
 
-import llvmlite
 import torch
 from llvmlite import ir
 
-from meshllm.model.json_cache import load_cached, locked, store_cached
 from meshllm.model.kernels import jit
-from meshllm.model.kernels.ir import BYTE, LANES, WORD, Code
+from meshllm.model.kernels.ir import BYTE, Code
+from meshllm.model.kernels.measured import Times, cpu_seconds, measure_once, one_thread
 
 LINE = 64  # bytes of a cache line; some CPUs fetch two at a time
 AHEAD = 1 << 14  # bytes; prefetch distance of weights that are read in a single pass
-NARROW = 768
-"""Inputs below which the matrices of a model stay in a CPU cache, unless they have `_LARGE` or more
-numbers, as an LM head may."""
 FEW = 2
 """Rows up to which a stream of weights may be read without prefetches."""
+MEASURED_BYTES = 64 << 20
+"""Of the weights of a measurement: more than most CPU caches hold."""
 
-_LARGE = 2 << 20
-_BYTES = 64 << 20  # of memory that is read to measure: more than most CPU caches hold
-_PART = 2 << 20  # bytes that are read at a time
-_ROUNDS = 3
-_GAIN = 0.95  # of the time; with a smaller gain, prefetches are left out
+_ROUNDS = 6
 _RUN = 1 << 19  # bytes that a thread reads in a stream, if a matrix is that large
 _RUNS = 4  # of each thread at least, so that a delayed one delays the others little
+
+Multiply = Callable[[int], object]
+"""Multiplies a row by one of the matrices of a measurement, given its number."""
 
 
 def claim(blocks: int, size: int, threads: int) -> int:
@@ -80,58 +77,19 @@ def prefetch_share(
         code.prefetch(code.at(following, place, BYTE), is_far=True)
 
 
-def helps_to_read(outputs: int, inputs: int) -> bool:
-    """Whether prefetches make this CPU read a bf16 matrix faster; a small one needs none."""
-    return (inputs >= NARROW or outputs * inputs >= _LARGE) and helps()
+def reading_times(kernel: str, name: str, ways: Mapping[str, Multiply], count: int) -> Times:
+    """Return the times of ways to read weights, measured once per machine.
 
-
-@cache
-def helps() -> bool:
-    """Whether prefetches make this CPU read a stream faster, measured once per machine."""
-    folder, key = jit.private_folder(), ("prefetch", llvmlite.__version__, *jit.machine())
-    if folder is None:
-        return _measure()
-    with locked(folder, *key):  # of two processes, one measures
-        known = load_cached(folder, *key)
-        if not isinstance(known, bool):
-            known = _measure()
-            store_cached(folder, known, *key)
-    return known
-
-
-def _measure() -> bool:
-    """Read memory with and without prefetches in turns; compare the CPU time of this thread.
-
-    Between two reads of a part all others are read, so that none is in the CPU cache.
+    Each multiplies a row by one of ``count`` matrices, together of `MEASURED_BYTES` or more.
     """
-    memory = torch.ones(_BYTES, dtype=torch.uint8)
-    found = torch.empty(LANES, dtype=torch.int32)
-    times: dict[bool, list[float]] = {False: [], True: []}
-    with jit.observe_calls(None):  # these are part of no step
-        for turn in range(_ROUNDS):
-            for number, start in enumerate(range(0, _BYTES, _PART)):
-                ahead = bool((turn + number) % 2)
-                read, place = _reader(ahead), memory.data_ptr() + start
-                begin = time.thread_time()
-                read(1, 1, place, found.data_ptr(), _PART // LINE)
-                times[ahead].append(time.thread_time() - begin)
-    return median(times[True]) < _GAIN * median(times[False])
+    return measure_once((kernel, *ways), name, partial(_measure, ways, count))
 
 
-@cache
-def _reader(ahead: bool) -> jit.JitFunction:
-    """Compile a kernel that only reads."""
-
-    def write(code: Code, fields: Mapping[str, ir.Value], _block: ir.Value, _: ir.Value) -> None:
-        do = code.do
-        nothing = ir.Constant(ir.VectorType(WORD, LANES), [0] * LANES)
-        with code.loop(fields["lines"], nothing) as loop:
-            at = do.mul(loop.index, code.index(LINE))
-            if ahead:
-                place = do.add(at, code.index(AHEAD))
-                code.prefetch(code.at(fields["memory"], place, BYTE), is_far=True)
-            words = code.load(WORD, code.at(fields["memory"], at, BYTE), code.index(0), LANES)
-            loop.next = [do.or_(loop.carried[0], words)]
-        code.store(WORD, loop.next[0], fields["found"], code.index(0))
-
-    return jit.JitFunction(("*memory", "*found", "lines"), write)
+def _measure(ways: Mapping[str, Multiply], count: int) -> Times:
+    """Multiply by all matrices in each way, in turns; return the median CPU time of one."""
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    with torch.inference_mode(), one_thread(), jit.observe_calls(None):  # these are of no step
+        for _ in range(1 + _ROUNDS):  # the first one compiles
+            for way, multiply in ways.items():
+                times[way] += [cpu_seconds(partial(multiply, each)) for each in range(count)]
+    return {way: median(each[count:]) for way, each in times.items()}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from meshllm.model.kernels import gemm_int8, jit
 from meshllm.model.kernels.gemm_int8 import OUTPUTS
-from meshllm.model.kernels.scratch import scratch
+from meshllm.model.kernels.jit import scratch
 from meshllm.model.modules.quant_form import Form, Packed, Shape
 from meshllm.model.pages import huge_zeros
 from meshllm.model.pauses import pause

@@ -13,23 +13,21 @@ Matrices of few inputs stay in the CPU cache, where kernels differ little: they 
 of their CPU, so that it does not depend on what else ran meanwhile.
 """
 
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from enum import StrEnum
 from functools import cache, partial
 from statistics import median
 from typing import Any
 
-import llvmlite
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshllm.model.json_cache import load_cached, locked, store_cached
 from meshllm.model.kernels import jit
 from meshllm.model.kernels.gemm_bf16 import Bf16Matrix
 from meshllm.model.kernels.ir import PAIRS_FEATURE
+from meshllm.model.kernels.measured import Times, cpu_seconds, measure_once, one_thread
 from meshllm.model.modules.int8 import multiplies_matrices
 from meshllm.model.modules.probe import probe_matrix
 
@@ -38,13 +36,13 @@ FEWEST = 768
 MOST = 1 << 18
 """Inputs up to which they are measured: more, which a config may say, take gigabytes."""
 
-_RECORD = "linear 3"  # another number if the speed of our kernels changes
+_RECORD = "linear 4"  # another number if the speed of our kernels changes
 _OUTPUTS = 2048  # of a matrix that is measured
 _PROBED = 256  # outputs of a matrix by which orders of summation are compared
 _BYTES = 64 << 20  # of the matrices of a measurement: more than most CPU caches hold
 _ROWS = 1, 5  # of a token, and of a token with drafts
-_ROUNDS = 2
-_TIE = 1.05  # times the time of torch's kernel, up to which ours is chosen
+_ROUNDS = 6
+_TIE = 1.15  # times the time of torch's kernel, up to which ours is chosen
 
 
 class LinearKernel(StrEnum):
@@ -55,10 +53,6 @@ class LinearKernel(StrEnum):
     """`Bf16Matrix` with float32 arithmetic."""
     DOT = "own bf16 pairs"
     """`Bf16Matrix` with the instruction for pairs of bf16."""
-
-
-Times = Mapping[str, float]
-"""Seconds of each `LinearKernel`, for one product of each number of rows."""
 
 
 @cache
@@ -85,41 +79,6 @@ def choose(times: Times) -> LinearKernel:
 
 def _times(inputs: int) -> Times:
     return measure_once((_RECORD, *LinearKernel), str(inputs), lambda: _measure(inputs))
-
-
-def measure_once(record: tuple[str, ...], name: str, measure: Callable[[], Times]) -> Times:
-    """Return what ``measure`` returned when it was first asked for ``name`` on this machine.
-
-    ``record`` is the key of the stored times, besides the processor and the versions.
-    """
-    folder = jit.private_folder()
-    if folder is None:
-        return measure()
-    key = *record, torch.__version__, llvmlite.__version__, *jit.machine()
-    with locked(folder, *key):  # of two processes, one measures
-        known: dict[str, Times] = load_cached(folder, *key) or {}
-        if name not in known:
-            known[name] = measure()
-            store_cached(folder, dict(known), *key)
-    return known[name]
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Let torch compute on one thread, whose CPU time is measured."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # of this thread
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-def cpu_seconds(run: Callable[[], object]) -> float:
-    """Return the CPU time of this thread that a call takes."""
-    begin = time.thread_time()
-    run()
-    return time.thread_time() - begin
 
 
 @torch.inference_mode()

@@ -18,14 +18,10 @@ from torch.nn import functional
 
 from meshllm.model.kernels import attention as native_attention
 from meshllm.model.kernels import flash_attention, jit
+from meshllm.model.kernels.measured import cpu_seconds, measure_once, one_thread
 from meshllm.model.kernels.softmax import COLUMNS, causal_softmax_
 from meshllm.model.modules import int8
-from meshllm.model.modules.kernel_choice import (
-    cpu_seconds,
-    has_bf16_dot,
-    measure_once,
-    one_thread,
-)
+from meshllm.model.modules.kernel_choice import has_bf16_dot
 
 SCORES = 1 << 20  # attention scores computed at a time
 NARROW = 512

@@ -1,15 +1,19 @@
-"""Whether prefetches help is measured once on a machine, and changes no bit."""
+"""How weights are read is measured once on a machine, and changes no bit."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from meshllm.model.kernels import gemm_int4, gemm_int8, jit, prefetch
+from meshllm.model.kernels import gemm_bf16, gemm_int4, gemm_int8, jit, prefetch
 from meshllm.model.kernels.gemm_bf16 import Bf16Matrix
+from meshllm.model.kernels.ir import LANES
+from meshllm.model.kernels.measured import Times
 from meshllm.model.modules import int4, int8
 from meshllm.model.modules.kernel_choice import has_bf16_dot
 
@@ -22,88 +26,134 @@ pytestmark = pytest.mark.skipif(
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Provide an empty cache of measurements."""
     monkeypatch.setattr(jit, "private_folder", lambda: tmp_path)
-    measured = prefetch.helps  # a test may replace it
-    measured.cache_clear()
+    kept = [
+        *(gemm_int8._prefetches, gemm_int4._prefetches),
+        *(gemm_bf16._choose_way, gemm_bf16._way_times),
+    ]
+    for each in kept:
+        each.cache_clear()
     yield
-    measured.cache_clear()
+    for each in kept:
+        each.cache_clear()
 
 
-class Clock:
-    """The CPU time of a thread that only reads."""
+def test_ways_are_measured_in_turns_by_the_median_of_the_rounds_after_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = list[tuple[str, int, int]]()
+    seconds = {"plain": 9.0, "prefetched": 8.0}
 
-    def __init__(self, seconds: dict[bool, float]) -> None:
-        self.seconds, self.now = seconds, 0.0
-        self.places: list[int] = []
+    def way(name: str) -> prefetch.Multiply:
+        return lambda number: asked.append((name, number, torch.get_num_threads()))
 
-    def reader(self, ahead: bool) -> Callable[..., None]:
-        def read(_blocks: int, _threads: int, place: int, *_: int) -> None:
-            self.now += self.seconds[ahead]
-            self.places.append(place)
+    def timed(run: Callable[[], object]) -> float:
+        run()
+        name, number, _ = asked[-1]
+        is_first = len(asked) <= 4
+        return 100.0 if is_first else seconds[name] + number / 10
 
-        return read
+    monkeypatch.setattr(prefetch, "cpu_seconds", timed)
+
+    times = prefetch.reading_times("kernel", "row", {name: way(name) for name in seconds}, 2)
+
+    a_round = [("plain", 0, 1), ("plain", 1, 1), ("prefetched", 0, 1), ("prefetched", 1, 1)]
+    assert asked == a_round * (1 + prefetch._ROUNDS)
+    assert times == pytest.approx({"plain": 9.05, "prefetched": 8.05})
+
+
+@pytest.mark.parametrize("module", [gemm_int8, gemm_int4])
+@pytest.mark.parametrize("helps", [False, True])
+def test_a_row_is_prefetched_if_that_is_faster(
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType, helps: bool
+) -> None:
+    times = {"plain": 1.0, "prefetched": 0.9 if helps else 1.1}
+    monkeypatch.setattr(module, "reading_times", lambda *_: times)
+
+    assert module._prefetches() is helps
+
+
+def test_each_kernel_is_measured_with_more_weights_than_caches_hold(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefetch, "_ROUNDS", 1)
+    made = dict[str, int]()
+    times = prefetch.reading_times
+
+    def reading(kernel: str, name: str, ways: dict[str, prefetch.Multiply], count: int) -> Times:
+        made[kernel] = count
+        return times(kernel, name, ways, count)
+
+    kinds: list[ModuleType] = [gemm_int8, gemm_int4]
+    for module in (*kinds, gemm_bf16):
+        monkeypatch.setattr(module, "reading_times", reading)
+
+    for module in kinds:
+        assert module._prefetches() in {False, True}
+    assert made == {"int8 GEMV": 32, "int4 GEMV": 64}  # of 2 and 1 MiB
+    if has_bf16_dot():
+        assert set(gemm_bf16._way_times(1024)) == set(gemm_bf16._WAYS)
+        assert made["bf16 GEMV"] == 16  # of 4 MiB
 
 
 @pytest.mark.parametrize(
-    ("plain", "fetched", "expected"), [(1.0, 0.9, True), (1.0, 0.97, False), (1.0, 1.5, False)]
+    ("rows", "outputs", "inputs", "way"),
+    [
+        (1, 6144, 256, "one stream"),  # stays in a CPU cache
+        (1, 256, 704, "one stream"),
+        (1, 49152, 576, "measured"),
+        (1, 64, 768, "measured"),
+        (2, 64, 6144, "prefetched"),  # the rows stay in the nearest cache
+        (2, 64, 6208, "together"),
+        (3, 64, 4096, "prefetched"),
+        (3, 64, 4160, "together"),
+        (4, 64, 64, "together"),
+        (4, 63, 64, "prefetched"),  # not in fours
+    ],
 )
-def test_prefetches_are_used_if_they_are_clearly_faster(
-    monkeypatch: pytest.MonkeyPatch, plain: float, fetched: float, expected: bool
+def test_how_rows_are_read(
+    monkeypatch: pytest.MonkeyPatch, rows: int, outputs: int, inputs: int, way: str
 ) -> None:
-    clock = Clock({False: plain, True: fetched})
-    monkeypatch.setattr(prefetch, "_reader", clock.reader)
-    monkeypatch.setattr("time.thread_time", lambda: clock.now)
+    measured = Mock(return_value={"a stream": 3.0, "four streams": 1.0, "a stream, prefetched": 2})
+    monkeypatch.setattr(gemm_bf16, "_way_times", measured)
+    monkeypatch.setattr(gemm_bf16, "registers", lambda: 32)
 
-    assert prefetch.helps() is expected
+    found = gemm_bf16._choose_way(rows, outputs, inputs)
 
-
-def test_no_part_is_read_again_before_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock({False: 1.0, True: 1.0})
-    monkeypatch.setattr(prefetch, "_reader", clock.reader)
-
-    prefetch.helps()
-
-    parts = len(set(clock.places))
-    assert len(clock.places) > parts
-    assert clock.places == clock.places[:parts] * (len(clock.places) // parts)
+    assert found == {
+        "one stream": (1, False), "measured": (4, False),
+        "prefetched": (1, True), "together": (4, True),
+    }[way]  # fmt: skip
+    assert measured.call_count == (way == "measured")
 
 
-def test_the_kernel_reads_what_it_should() -> None:
-    memory = torch.zeros(64, 16, dtype=torch.int32)
-    memory[63, 5], memory[0, 5], memory[7, 15] = 4, 1, -1
-    for ahead in (False, True):
-        found = torch.empty(16, dtype=torch.int32)
-        prefetch._reader(ahead)(1, 1, memory.data_ptr(), found.data_ptr(), 64)
-        assert found.tolist() == [0] * 5 + [5] + [0] * 9 + [-1]
-
-
-def test_a_machine_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = iter([True])
-    monkeypatch.setattr(prefetch, "_measure", lambda: next(measured))
-
-    for _ in range(2):
-        prefetch.helps.cache_clear()  # as in another process
-        assert prefetch.helps() is True
-
-
-def test_without_a_folder_a_process_measures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jit, "private_folder", lambda: None)
-    monkeypatch.setattr(prefetch, "_measure", lambda: True)
-
-    assert prefetch.helps() is True
-
-
-@pytest.mark.parametrize(
-    ("outputs", "inputs", "is_measured"),
-    [(6144, 256, False), (256, 704, False), (49152, 576, True), (64, 768, True)],
-)
-def test_nothing_is_measured_for_small_matrices(
-    monkeypatch: pytest.MonkeyPatch, outputs: int, inputs: int, *, is_measured: bool
+@pytest.mark.parametrize(("outputs", "registers"), [(66, 32), (64, 16)])
+def test_four_streams_need_their_outputs_and_registers(
+    monkeypatch: pytest.MonkeyPatch, outputs: int, registers: int
 ) -> None:
-    measure = Mock(return_value=True)
-    monkeypatch.setattr(prefetch, "_measure", measure)
+    times = {"a stream": 3.0, "four streams": 1.0, "a stream, prefetched": 2.0}
+    monkeypatch.setattr(gemm_bf16, "_way_times", lambda _: times)
+    monkeypatch.setattr(gemm_bf16, "registers", lambda: registers)
 
-    assert prefetch.helps_to_read(outputs, inputs) is is_measured
-    assert measure.call_count == is_measured
+    assert gemm_bf16._choose_way(1, outputs, 1024) == (1, True)
+
+
+def test_absurdly_many_inputs_are_measured_within_the_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reading = Mock(return_value={})
+    monkeypatch.setattr(gemm_bf16, "reading_times", reading)
+    full = torch.full
+    sizes = list[tuple[int, ...]]()
+
+    def filled(size: tuple[int, ...], *what: Any, **options: Any) -> Tensor:
+        sizes.append(size)
+        return full((1, 4, 64), *what, **options)
+
+    monkeypatch.setattr(torch, "full", filled)
+    gemm_bf16._way_times(1 << 20)
+
+    assert sizes == [(1, 32, 1 << 20)]
+    assert reading.call_args.args[-1] == 1
 
 
 def products(x: Tensor, weight: Tensor) -> list[Tensor]:
@@ -121,14 +171,31 @@ def test_prefetches_change_no_bit(monkeypatch: pytest.MonkeyPatch, rows: int) ->
     generator = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, 256, generator=generator).bfloat16()
     weight = torch.randn(128, 256, generator=generator)
-    monkeypatch.setattr(prefetch, "NARROW", 0)
     results = []
     for helps in (False, True):
-        for module in (gemm_int8, gemm_int4, prefetch):
-            monkeypatch.setattr(module, "helps", lambda helps=helps: helps)
+        for module in (gemm_int8, gemm_int4):
+            monkeypatch.setattr(module, "_prefetches", lambda helps=helps: helps)
         results.append(products(x, weight))
 
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@pytest.mark.skipif(not has_bf16_dot(), reason="no instruction for pairs of bf16 here")
+@pytest.mark.parametrize("rows", [1, 2, 3, 5])
+@pytest.mark.parametrize("bias", [None, torch.arange(128).bfloat16()])
+def test_ways_to_read_change_no_bit(rows: int, bias: Tensor | None) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, 256, generator=generator).bfloat16()
+    matrix = Bf16Matrix(torch.randn(128, 256, generator=generator).bfloat16(), bias, dot=True)
+    together = [1, 4] if jit.registers() > LANES else [1]
+
+    first, *others = (
+        matrix.gemv(x, gemm_bf16._Way(outputs, has_prefetch))
+        for outputs in together
+        for has_prefetch in (False, True)
+    )
+
+    assert all(torch.equal(first, other) for other in others)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +218,7 @@ def test_runs_change_no_bit(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     weight = torch.randn(832, 256, generator=generator)
     results = []
     for run in (1, 3, 64):
-        for module in (gemm_int8, gemm_int4, prefetch):
+        for module in (gemm_int8, gemm_int4, gemm_bf16):
             monkeypatch.setattr(module, "claim", lambda *_, run=run: run)
         results.append(products(x, weight))
 

@@ -1,11 +1,8 @@
 """The kernel of a matrix is the fastest one, measured once on a machine."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import llvmlite
 import pytest
 import torch
 from torch import Tensor
@@ -56,8 +53,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         ({FMA: 2.0, DOT: 1.0, TORCH: 3.0}, DOT),
         ({FMA: 1.0, DOT: 2.0, TORCH: 3.0}, FMA),
         ({FMA: 2.0, DOT: 2.0, TORCH: 1.0}, TORCH),
-        ({FMA: 1.04, TORCH: 1.0}, FMA),
-        ({FMA: 1.06, TORCH: 1.0}, TORCH),
+        ({FMA: 1.14, TORCH: 1.0}, FMA),
+        ({FMA: 1.16, TORCH: 1.0}, TORCH),
     ],
 )
 def test_the_fastest_kernel_is_chosen_and_ours_in_a_tie(
@@ -108,47 +105,6 @@ def test_a_number_of_inputs_is_measured_once_on_a_machine(asked: list[int]) -> N
         assert fastest(2048) is TORCH
 
     assert asked == [1024, 2048]
-
-
-@pytest.mark.parametrize(
-    ("place", "name", "value"),
-    [
-        (jit, "machine", lambda: ("another processor",)),
-        (torch, "__version__", "99"),
-        (llvmlite, "__version__", "99"),
-    ],
-)
-def test_another_processor_or_library_is_measured_again(
-    asked: list[int], monkeypatch: pytest.MonkeyPatch, place: Any, name: str, value: Any
-) -> None:
-    fastest(1024)
-    fastest.cache_clear()
-    monkeypatch.setattr(place, name, value)
-
-    fastest(1024)
-
-    assert asked == [1024, 1024]
-
-
-def test_damaged_measurements_are_repeated(asked: list[int], folder: Path) -> None:
-    fastest(1024)
-    (record,) = folder.glob("*.json")
-    record.write_text("{")
-    fastest.cache_clear()
-
-    assert fastest(1024) is FMA
-    assert asked == [1024, 1024]
-    assert "1024" in json.loads(record.read_text())
-
-
-def test_without_a_folder_it_is_measured_by_each_process(
-    asked: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(jit, "private_folder", lambda: None)
-
-    assert fastest(1024) is FMA
-    assert fastest(1024) is FMA
-    assert asked == [1024]
 
 
 @pytest.mark.parametrize("inputs", [FEWEST - 64, MOST + 64, 2**31])
