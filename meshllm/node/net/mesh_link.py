@@ -187,6 +187,7 @@ class MeshLinks:
         self._dialling = set[asyncio.Task[None]]()  # for the machine
         self._timer = DeadlineTimer(lambda: machine.deadline, self._expire)
         self._jobs = asyncio.TaskGroup()
+        self._is_ending = False
 
     @property
     def by_peer(self) -> Mapping[NodeId, SecureLink]:
@@ -198,7 +199,10 @@ class MeshLinks:
         async with self._jobs, self._timer:
             for listener in listeners:
                 self._jobs.create_task(self._accept(listener))
-            await asyncio.Event().wait()  # never set: wait until cancelled
+            try:
+                await asyncio.Event().wait()  # never set: wait until cancelled
+            finally:
+                self._is_ending = True  # from now on no job begins
 
     def act(self, actions: Sequence[Action]) -> None:
         """Perform the actions of the machine."""
@@ -233,7 +237,10 @@ class MeshLinks:
         self.act(self._machine.probe(peer, loop_time()))
 
     def hint(self, peer: NodeId, addresses: Sequence[str], local: Local = Local.LITERAL) -> None:
-        """Dial a member at addresses where it may be, each `peer_address.permitted`."""
+        """Dial a member at addresses where it may be, each `peer_address.permitted`.
+
+        A beacon may call it until it is closed: nothing is dialled once these links end.
+        """
         now = loop_time()
         self._hinted = {each: until for each, until in self._hinted.items() if now < until}
         place = peer, tuple(addresses)
@@ -297,6 +304,8 @@ class MeshLinks:
     def _may_dial(self, peer: NodeId) -> bool:
         """Return whether a peer may be linked; addresses may be of removed ones."""
         machine = self._machine
+        if self._is_ending:
+            return False
         return peer not in self._lines and peer != machine.me and peer not in machine.removals
 
     def _begin(

@@ -452,6 +452,16 @@ def test_hints_are_rate_limited(run: Run, monkeypatch: pytest.MonkeyPatch) -> No
     run(story)
 
 
+def test_hints_after_the_end_are_ignored(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a = await town.add("a")
+        await a.close()
+        a.links.hint(NodeId(bytes(32)), ["loopback:x"])
+        a.links.redial(NodeId(bytes(32)), ["loopback:x"], Local.LITERAL)
+
+    run(story)
+
+
 def test_failed_hints_do_not_delay_the_dials_of_the_machine(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
