@@ -122,6 +122,7 @@ class Row:
 def measure(processor: Processor, tests: Sequence[str], shapes: Sequence[str]) -> Outcomes:
     """Run everything in this process, whose environment is that of the processor."""
     outcomes, own = Outcomes(), processor.own or jit.processor()
+    jit.private_folder.cache_clear()  # that of the user: tests have their own
     torch.set_num_threads(1)
     with patch.object(jit, "processor", lambda: own):
         if tests:
