@@ -37,6 +37,10 @@ class Ingress:
     """Call ``then`` after so many tokens of the prompt; 0 waits for the answer."""
     reused: int | None = None
     """Tokens of the prompt that were cached, once the answer has ended."""
+    tokens: int = TOKENS
+    """Length of the answer."""
+    hands_over: bool = True
+    """See `GenerationRequest`."""
 
     async def ask(self, place: Place, then: Callable[[], None] = nothing) -> None:
         """Add tokens up to the loss of the ring; call ``then`` in between."""
@@ -44,7 +48,10 @@ class Ingress:
         assert entry is not None
         given = tuple(self.answer)
         order = GenerationRequest(
-            self.prompt, SAMPLING, TOKENS, lambda _: False, given=given, resume=self.resume
+            *(self.prompt, SAMPLING, self.tokens, lambda _: False),
+            given=given,
+            resume=self.resume,
+            hands_over=self.hands_over,
         )
         with suppress(LinkLost):
             async for output in entry.generate(order):

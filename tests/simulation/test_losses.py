@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from meshllm.model import sampling
-from meshllm.names import LossCause, NodeId
+from meshllm.names import LossCause, NodeId, show
 from meshllm.node.agreement.plan_follower import KEEP_S
 from meshllm.node.ring.kv_transfer import KvSender
 from meshllm.node.session import generation
@@ -204,14 +204,14 @@ LATE = 12
 """Rows that a session may write while the ring changes: half a second of the longest answers."""
 
 
-def answer_over_a_leave(role: int) -> Counts:
+def answer_over_a_leave(role: int, request: Request = LONG) -> Counts:
     """Let a rank leave in order within a long answer, which must be right."""
     schedules = list[LossWithin]()
 
     def make(world: World, seed: int) -> Schedule:
         schedules.append(LossWithin(world, seed))
         schedules[-1].role, schedules[-1].messages = role, BEGUN
-        schedules[-1].leaves, schedules[-1].request = True, LONG
+        schedules[-1].leaves, schedules[-1].request = True, request
         return schedules[-1]
 
     world = simulate(1, make)
@@ -240,6 +240,18 @@ def test_rows_that_were_not_handed_over_are_computed_again() -> None:
         counts = answer_over_a_leave(ROLES.index("middle"))
 
     assert counts.recomputed > len(LONG.raw or "") * counts.moved
+
+
+@pytest.mark.parametrize("role", range(len(ROLES)), ids=ROLES)
+def test_what_only_some_nodes_may_see_is_computed_again_after_a_leave(role: int) -> None:
+    """Nothing is handed over, and the answer goes on in a ring of nodes that it names."""
+    names = tuple(show(member(at)[0].node) for at in NODES)
+
+    counts = answer_over_a_leave(role, replace(LONG, trusted=names))
+
+    assert counts.is_within
+    assert counts.recomputed > len(LONG.raw or "") * counts.moved
+    assert counts.picks == len(reference(LONG)[1])
 
 
 def held_at_most() -> int:

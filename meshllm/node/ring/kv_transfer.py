@@ -8,6 +8,10 @@ node that takes over some of its layers. Then it looks how far the sessions have
 rows since, until few are left. The next ring computes only these again, see
 `meshllm.protocol.session.entry`. Rows of drafts, which may be taken back, are not sent.
 
+A session whose request names the nodes that may see it is not sent: its rows reveal the prompt, the
+next owner may be another node, and only the entry knows the names. Its Data tell the stages, see
+`Flags.NO_HANDOVER`; a stage sends no session of which it has received no Data yet.
+
 A session is sent only as far as that is sooner than to compute its rows again: both are estimated,
 the first from the bytes that the link has taken so far, the second from the offer of the node.
 
@@ -57,7 +61,7 @@ class Rank(Protocol):
 
     @property
     def settled(self) -> Mapping[SessionId, int]:
-        """Positions of each session that no draft takes back."""
+        """Positions that no draft takes back, of each session that may be handed over."""
 
     def cache_of(self, session: SessionId) -> SessionCache | None:
         """Return the cache of a session; None once it has ended."""

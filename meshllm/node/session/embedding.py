@@ -65,8 +65,12 @@ async def embed(
     prompt: tuple[int, ...],
     dimensions: int | None,
     scope: PrefixScope,
+    *,
+    hands_over: bool = True,
 ) -> AsyncGenerator[Event, None]:
     """Yield the progress of an embedding, and the `Answer` that has it.
+
+    ``hands_over``: see `GenerationRequest`.
 
     Raises:
         UserError: the prompt exceeds the context, or the model has no such embedding.
@@ -92,6 +96,7 @@ async def embed(
         on_rows=pool.take,
         asker=scope[0],
         scope=scope[1],
+        hands_over=hands_over,
     )
     done = 0
     async with aclosing(entry.generate(order)) as outputs:

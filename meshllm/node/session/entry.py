@@ -211,8 +211,9 @@ class EntryNode:
 
     @property
     def settled(self) -> dict[SessionId, int]:
-        """Positions of each session that no draft takes back."""
-        return {session: each.machine.settled for session, each in self._sessions.items()}
+        """Positions that no draft takes back, of each session that may be handed over."""
+        sessions = self._sessions.items()
+        return {key: each.machine.settled for key, each in sessions if each.hands_over}
 
     def cache_of(self, session: SessionId) -> SessionCache | None:
         """Return the cache of a session; None if it has none yet, or has ended."""
@@ -286,6 +287,7 @@ class EntryNode:
             keep_from=MIN_SHARED if self._uses_prefixes(order) else None,
             resumes=self._prefixes.index.resumes,
             is_own=is_owners(order.prefix_scope),
+            hands_over=order.hands_over,
         )
 
     def _open(

@@ -88,6 +88,8 @@ class GenerationRequest:
     """Of the asker, see `Request`; with it, whose turn in the queue the request takes."""
     shares_prefix: bool = field(default=False, kw_only=True)
     """Other requests continue the same text: its cache is copied, not taken over."""
+    hands_over: bool = field(default=True, kw_only=True)
+    """Its caches may be handed over to other nodes; they may not if only some nodes may see it."""
 
     @property
     def known(self) -> tuple[int, ...]:
@@ -202,6 +204,7 @@ class Generation:
         self.logits_request: LogitsRequest | None = None
         """Logits requested from the last rank with the last step."""
         self.scope = order.prefix_scope
+        self.hands_over = order.hands_over
         self._order = order
         self._runners = runners
         self._encoder = encoder

@@ -111,7 +111,7 @@ class StageNode:
 
     @property
     def settled(self) -> dict[SessionId, int]:
-        """Positions of each session that no draft takes back."""
+        """Positions that no draft takes back, of each session that may be handed over."""
         return self._machine.settled
 
     def cache_of(self, session: SessionId) -> SessionCache | None:

@@ -187,7 +187,9 @@ class RingBackend:
         _check_tokens(request, self.entry.vocabulary)
         prompt = await self._prompt(request, ())
         embedding = embed(
-            self.entry, self.text.pooling, prompt, request.dimensions, (self.asker, request.scope)
+            *(self.entry, self.text.pooling, prompt, request.dimensions),
+            (self.asker, request.scope),
+            hands_over=request.trusted is None,
         )
         async with aclosing(embedding) as events:
             async for event in events:
@@ -328,6 +330,7 @@ def _order(request: Request, prompt: tuple[int, ...], transcript: _Transcript) -
         resume=request.resume,
         logit_bias=request.logit_bias,
         shares_prefix=request.shares_prefix,
+        hands_over=request.trusted is None,
         scope=request.scope,
         on_logits=None if request.logprobs is None else transcript.score,
     )

@@ -37,6 +37,8 @@ class GenerationTask:
     """Whether the caches are kept if the ring is lost."""
     is_own: bool = False
     """Whether it is a request of the owner of the entry."""
+    hands_over: bool = True
+    """Whether ranks that leave may hand its caches over."""
 
     @property
     def limit(self) -> int:

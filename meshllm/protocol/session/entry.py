@@ -442,6 +442,8 @@ class Entry:
             flags |= Flags.RECOMPUTE
         if job.is_step and not job.recomputes and len(self._flight) == 1:
             flags |= Flags.SETTLED
+        if not self._task.hands_over:
+            flags |= Flags.NO_HANDOVER
         return Data(self._task.session, self._task.epoch, self._gen, job.pos, rows, flags, blob)
 
     def _result(self, data: Data, now: float) -> list[Action]:

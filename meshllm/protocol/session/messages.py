@@ -75,6 +75,9 @@ class Flags(IntFlag):
     followed by a lost one send the rows that they recorded, the others send none."""
     SETTLED = auto()
     """Nothing is in flight before this step: the rows before it have been all round the ring."""
+    NO_HANDOVER = auto()
+    """Never hand the caches of the session over: only some nodes may see it, and the stages do not
+    know which. All Data of such a session have it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,6 +174,7 @@ class _SessionState:
     settled: int = 0  # positions that no draft may take back
     base: tuple[SessionId, int] | None = None  # what it took over, and how many positions of it
     ends: deque[int] = field(default_factory=lambda: deque(maxlen=1 + MAX_PENDING))
+    hands_over: bool | None = None  # None until its first Data: a Resume does not tell
 
     def grow(self, data: Data) -> None:
         """Note that rows were written, behind which nothing is held.
@@ -190,6 +191,11 @@ class _SessionState:
                 self.settled = max(self.settled, data.pos)
         if len(self.ends) == self.ends.maxlen:
             self.settled = max(self.settled, self.ends[0])
+
+    def note_handover(self, data: Data) -> None:
+        """Note whether the session may be handed over: once it may not, it never may."""
+        if self.hands_over is not False:
+            self.hands_over = Flags.NO_HANDOVER not in data.flags
 
     def raise_gen(self, gen: int) -> list[Action]:
         if gen <= self.gen:
@@ -328,8 +334,8 @@ class Stage:
 
     @property
     def settled(self) -> dict[SessionId, int]:
-        """Positions of each session that will not change any more: no draft is among them."""
-        return {session: state.settled for session, state in self._sessions.items()}
+        """Positions that no draft takes back, of each session that may be handed over."""
+        return {key: state.settled for key, state in self._sessions.items() if state.hands_over}
 
     @property
     def deadline(self) -> float | None:
@@ -376,6 +382,7 @@ class Stage:
                 text = f"The limit of {self._max_sessions} sessions is reached"
                 return [self._fault(data, FaultCode.BUSY, text)]
             state = self._sessions[session] = _SessionState(now)
+        state.note_handover(data)
         compute = Compute(
             session,
             data.pos,

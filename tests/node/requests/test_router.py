@@ -1161,6 +1161,27 @@ def test_a_prompt_goes_to_a_replica_whose_nodes_are_all_trusted(world: World) ->
     assert world.rings[ENTRY].asked == []
 
 
+def test_an_answer_does_not_go_on_in_a_ring_with_a_stranger(world: World) -> None:
+    """It ends with the error of a request that no ring may answer, instead of a wait."""
+    plans = {ENTRY: _plan(ENTRY, OTHER)}
+    router = world.add(ME, FakeRing(at=ENTRY, plans=plans))
+    world.add(ENTRY, FakeRing(attempts=[[*answer()[:3], LinkLost("gone")], answer()]))
+    events: list[Event] = []
+
+    async def read() -> None:
+        async for event in router.generate(replace(REQUEST, trusted=("entry", "other"))):
+            events.append(event)
+            plans[ENTRY] = _plan(ENTRY, THIRD)
+
+    async def story() -> None:
+        with pytest.raises(WrongField, match=r"nodes that are not trusted: or2hi5d$"):
+            await read()
+
+    world.run(story)
+    assert events == answer()[:3]
+    assert len(world.rings[ENTRY].asked) == 1
+
+
 def test_no_node_of_a_ring_with_a_stranger_gets_a_prompt(world: World) -> None:
     plans = {ENTRY: _plan(ENTRY, THIRD)}
     router = world.add(ME, FakeRing(at=ENTRY, plans=plans))

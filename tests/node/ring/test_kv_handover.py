@@ -19,7 +19,7 @@ from meshllm.protocol.planning.plan import Ends, LinkSpeed, Plan, PlanStage
 from meshllm.protocol.ring.plan_change import PREPARE_S
 from meshllm.protocol.session.blob import session_key
 from meshllm.protocol.session.codec import decode, encode
-from meshllm.protocol.session.messages import KvOffer, KvRows
+from meshllm.protocol.session.messages import Buffer, KvOffer, KvRows
 from meshllm.protocol.session.stage import MAX_RECOMPUTE_ROWS
 from meshllm.testing.clock import run_virtual
 from meshllm.transport.contract import Channel, Link
@@ -65,9 +65,9 @@ class Leave:
     then: Callable[[], None] | None = None
     """Called in the answer of the next ring, which goes on in a ring of its entry."""
 
-    async def answer(self) -> list[int]:
+    async def answer(self, ingress: Ingress | None = None) -> list[int]:
         """Return the answer of both rings."""
-        ingress = Ingress()
+        ingress = ingress or Ingress()
         await ingress.ask(self.places[0], lambda: self._begin(ingress))
         (leaving,) = self.tasks
         await leaving
@@ -387,6 +387,63 @@ def test_a_loss_after_a_handover_recomputes_the_layers_of_both(world: World) -> 
             leave = Leave(places, after)
             leave.then = lambda: places[0].runtime.follow(last)
             assert await leave.answer() == undisturbed
+
+    run_virtual(main())
+
+
+def noting_rows(place: Place, monkeypatch: pytest.MonkeyPatch) -> list[KvRows]:
+    """Note the rows that a place sends over links that it dials from now on."""
+    sent, dial = list[KvRows](), place.dial
+
+    async def noted(node: NodeId) -> Link:
+        link = await dial(node)
+        send = link.send
+
+        async def note(parts: list[Buffer], channel: Channel = Channel.DATA) -> None:
+            message = decode(b"".join(parts))
+            if isinstance(message, KvRows):
+                sent.append(message)
+            await send(parts, channel)
+
+        monkeypatch.setattr(link, "send", note)
+        return link
+
+    monkeypatch.setattr(place, "dial", noted)
+    return sent
+
+
+@pytest.mark.parametrize("role", [0, 1, 2], ids=["entry", "middle", "last"])
+def test_a_session_that_may_not_be_handed_over_is_not_and_others_are(
+    world: World, monkeypatch: pytest.MonkeyPatch, role: int
+) -> None:
+    """A standby takes over the layers of a rank; the next ring computes the session again."""
+    stages = list(THREE.stages)
+    stages[role] = replace(stages[role], node=D)
+    after = replace(THREE, epoch=2, stages=tuple(stages))
+
+    async def main() -> None:
+        async with ring_of_three(world, D) as (places, _):
+            undisturbed = Ingress(tokens=3 * TOKENS)
+            await undisturbed.ask(places[0])
+            sent = noting_rows(places[role], monkeypatch)
+            entry = places[0].runtime.entry
+            assert entry is not None
+            confined = Ingress(tokens=3 * TOKENS, hands_over=False)
+            other, leave = Ingress(PROMPT[::-1], tokens=3 * TOKENS), Leave(places, after)
+            asked = asyncio.ensure_future(other.ask(places[0]))
+            while not entry._sessions:  # noqa: ASYNC110  # no time passes
+                await asyncio.sleep(0)
+            (handed_over,) = entry._sessions
+
+            assert await leave.answer(confined) == undisturbed.answer
+            await asked
+
+            assert BEFORE < leave.written < confined.tokens
+            own = THREE.stages[role].span
+            assert {(rows.session, rows.layer) for rows in sent if rows.split} == {
+                (handed_over, layer) for layer in range(own.start, own.stop)
+            }
+            assert {rows.session for rows in sent} == {handed_over}
 
     run_virtual(main())
 

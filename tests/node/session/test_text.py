@@ -19,7 +19,7 @@ from meshllm.model.files.source import resolve
 from meshllm.model.text import tokenizer
 from meshllm.model.text.reasoning import ReasoningFormat
 from meshllm.model.text.tokenizer import Text
-from meshllm.names import NodeId
+from meshllm.names import NodeId, show
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
 from meshllm.node.session.generation import GenerationRequest, Output
@@ -125,6 +125,26 @@ async def test_nodes_that_are_not_trusted_are_named(ring: LocalRing, *, embeds: 
         _ = [event async for event in backend.generate(asked)]
 
     assert refused.value.name == "meshllm.trust"
+
+
+@pytest.mark.parametrize("embeds", [False, True])
+async def test_the_caches_of_a_request_that_names_its_nodes_are_not_handed_over(
+    ring: LocalRing, monkeypatch: pytest.MonkeyPatch, *, embeds: bool
+) -> None:
+    orders, generate = list[GenerationRequest](), ring.entry.generate
+
+    def record(order: GenerationRequest) -> AsyncGenerator[Output, None]:
+        orders.append(order)
+        return generate(order)
+
+    monkeypatch.setattr(ring.entry, "generate", record)
+    trusted = tuple(show(stage.node) for stage in ring.plan.stages)
+    asked = Request(raw="A fox", max_tokens=2, embeds=embeds)
+
+    for request in (replace(asked, trusted=trusted), asked):
+        await events_of(ring, request)
+
+    assert [order.hands_over for order in orders] == [False, True]
 
 
 async def test_a_template_that_does_not_end_keeps_no_running_answer_waiting(

@@ -66,6 +66,7 @@ MESSAGES: list[Message] = [
     FAULT,
     KvOffer(NodeId(bytes(32)), 3, Digest(bytes(range(32)))),
     KV_ROWS,
+    Data(SESSION, 3, 1, 7, 2, Flags.PREFILL | Flags.NO_HANDOVER, BLOB),
 ]
 NAMES = [
     "hello",
@@ -83,6 +84,7 @@ NAMES = [
     "fault",
     "KV offer",
     "KV rows",
+    "confined data",
 ]
 
 
@@ -90,7 +92,7 @@ def packed(message: Message) -> bytearray:
     return bytearray(b"".join(encode(message)))
 
 
-KINDS = [1, 2, 3, 3, 4, 5, 6, 6, 8, 8, 8, 9, 7, 10, 11]
+KINDS = [1, 2, 3, 3, 4, 5, 6, 6, 8, 8, 8, 9, 7, 10, 11, 3]
 
 
 @pytest.mark.parametrize(("kind", "message"), [*zip(KINDS, MESSAGES, strict=True)], ids=NAMES)

@@ -90,6 +90,21 @@ def test_a_chunk_that_came_back_makes_progress_and_room_for_the_last_one() -> No
     assert entry.computed(blob(1), 0.6) == [sent(4, 1, LAST_CHUNK)]
 
 
+def test_all_rows_of_a_session_that_is_not_handed_over_say_so() -> None:
+    entry = Entry(replace(TASK, prompt=(11, 12, 13), hands_over=False), PACE)
+    entry.open(0.0)
+    rows = [*entry.computed(blob(2), 0.1), *entry.computed(blob(1), 0.2)]
+    entry.receive(back(2, 1, row=blob(1)), 0.3)
+    entry.picked((90,), 0.4)
+    rows += entry.computed(blob(1), 0.5)
+
+    assert [each for each in rows if isinstance(each, Forward)] == [
+        sent(0, 2, Flags.PREFILL | Flags.NO_HANDOVER),
+        sent(2, 1, LAST_CHUNK | Flags.NO_HANDOVER),
+        sent(3, 1, LONE_STEP | Flags.NO_HANDOVER),
+    ]
+
+
 def test_a_returned_chunk_confirms_those_before_it() -> None:
     entry = Entry(TASK, PACE)
     entry.open(0.0)

@@ -215,6 +215,40 @@ def test_a_prompt_is_settled_once_it_is_computed() -> None:
     assert stage.settled == {ONE: 4}
 
 
+def test_a_confined_session_is_not_handed_over_and_others_are() -> None:
+    stage = filled(4)
+    stage.receive(data(0, rows=4, flags=Flags.PREFILL | Flags.NO_HANDOVER, session=TWO), 0.0)
+    stage.computed(TWO, blob(4), 0.0, SPENT)
+
+    assert stage.settled == {ONE: 4}
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_session_stays_confined_if_any_message_says_so(at: int) -> None:
+    stage, flags = middle(), [Flags.PREFILL] * 3
+    flags[at] |= Flags.NO_HANDOVER
+    for pos, each in enumerate(flags):
+        stage.receive(data(pos, flags=each), 0.0)
+        stage.computed(ONE, blob(1), 0.0, SPENT)
+
+    assert stage.settled == {}
+
+
+@pytest.mark.parametrize(("flags", "settled"), [(NO_FLAGS, {TWO: 4}), (Flags.NO_HANDOVER, {})])
+def test_a_session_that_continues_another_is_handed_over_once_its_data_allow_it(
+    flags: Flags, settled: dict[SessionId, int]
+) -> None:
+    stage = Stage(1, 3, epoch=EPOCH, index=shelf_of(8))
+    stage.receive(data(0, rows=4, flags=Flags.PREFILL), 0.0)
+    stage.computed(ONE, blob(4), 0.0, SPENT)
+    stage.receive(Close(ONE, EPOCH, keep=4), 0.1)
+
+    stage.receive(Resume(TWO, EPOCH, ONE, 4, whole=True), 0.2)
+    assert stage.settled == {}
+    assert stage.receive(data(4, flags=flags, session=TWO), 0.3)
+    assert stage.settled == settled
+
+
 def step(stage: Stage, pos: int, rows: int = 1, gen: int = 0, flags: Flags = NO_FLAGS) -> int:
     """Compute a decode step; return how many positions are settled."""
     stage.receive(data(pos, rows, gen, flags), 1.0)
