@@ -44,6 +44,18 @@ class NodeState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class ProviderOffer:
+    """What a provider says of a model that its engine serves."""
+
+    provider: str
+    """Name of the node."""
+    precision: str = ""
+    """Empty if unknown."""
+    context: int = 0
+    """Most tokens of a prompt and its answer; 0 if unknown."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelStatus:
     """A model of the mesh."""
 
@@ -54,13 +66,13 @@ class ModelStatus:
     quant: str
     """Quantisation of the weights; `none` is as stored."""
     context: int = 0
-    """Most tokens of a prompt and its answer."""
+    """Most tokens of a prompt and its answer; of several providers, the fewest."""
     fingerprint: str = ""
     """Identifies weights, data type and quantisation; empty if unknown."""
     providers: tuple[str, ...] = ()
     """Names of the nodes that provide it with an engine of their own; empty for the ring's."""
     precision: str = ""
-    """What a provider says of it; empty if unknown."""
+    """What all of its providers say of it; empty if they differ, or if it is unknown."""
     aliases: tuple[str, ...] = ()
     """Other names that a request may give."""
     key: str = ""
@@ -71,6 +83,10 @@ class ModelStatus:
     """Of the ring that serves it; 0 if none does."""
     is_exact: bool = field(default=False, metadata={"json": "exact"})
     """Whether a ring serves it whose nodes all compute bit-identically to transformers."""
+    rings: int = 0
+    """Rings that serve it now."""
+    offers: tuple[ProviderOffer, ...] = ()
+    """Those of `providers`, in the same order; empty if an earlier version reports."""
 
 
 @dataclass(frozen=True, slots=True)

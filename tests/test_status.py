@@ -46,7 +46,8 @@ NODE = {"node", "short", "name", "role", "state", "reason", "addresses", "memory
 LINK = {"round_trip_ms", "path", "path_reason", "address", "bytes_sent", "bytes_received",
         "heard_s", "clock_s"}  # fmt: skip
 MODEL = {"name", "layers", "hidden_size", "dtype", "quant", "context", "fingerprint",
-         "providers", "precision", "aliases", "key", "replicas", "epoch", "exact"}  # fmt: skip
+         "providers", "precision", "aliases", "key", "replicas", "epoch", "exact",
+         "rings", "offers"}  # fmt: skip
 STATUS = {"mesh", "node", "name", "version", "model", "ring", "nodes", "sessions", "listening",
           "networks", "since_s", "memory", "warnings", "provided", "rings",
           "models", "client", "unanswered"}  # fmt: skip

@@ -17,7 +17,6 @@ from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import (
     DIGEST_PART_BYTES,
     Lifecycle,
-    ModelOffer,
     Profile,
     StateRecord,
 )
@@ -44,6 +43,7 @@ from meshllm.status import (
     Planned,
     PlannedRing,
     PlannedTimes,
+    ProviderOffer,
     RingState,
     RingStatus,
     ServedRing,
@@ -260,6 +260,7 @@ def model_status(view: NodeView, charter: Charter) -> ModelStatus:
         replicas=charter.replicas,
         epoch=plans[0].epoch if plans else 0,
         is_exact=any(is_exact(charter, each, view.profiles) for each in plans),
+        rings=sum(each.is_served and each.group.charter.key == charter.key for each in view.rings),
     )
 
 
@@ -273,12 +274,14 @@ def _plans_of(view: NodeView, charter: Charter) -> list[Plan]:
 def _provided(view: NodeView) -> tuple[ModelStatus, ...]:
     """Return the models of providers, each once, without those of rings."""
     rings = {each.shape.name for each in _served(view)}
-    offers: dict[str, list[tuple[str, ModelOffer]]] = {}
+    offers: dict[str, list[ProviderOffer]] = {}
     for node in _known(view):
         state = view.states.get(node)
         if state and node in view.alive and state.lifecycle is Lifecycle.SERVING:
+            name = _name(view, node) or short(node)
             for offer in state.offers:
-                offers.setdefault(offer.model, []).append((_name(view, node) or short(node), offer))
+                told = ProviderOffer(name, offer.precision, offer.context)
+                offers.setdefault(offer.model, []).append(told)
     return tuple(
         ModelStatus(
             name,
@@ -286,9 +289,10 @@ def _provided(view: NodeView) -> tuple[ModelStatus, ...]:
             hidden_size=0,
             dtype="",
             quant="",
-            context=min((offer.context for _, offer in found if offer.context), default=0),
-            providers=tuple(node for node, _ in found),
-            precision=_common({offer.precision for _, offer in found}),
+            context=min((offer.context for offer in found if offer.context), default=0),
+            providers=tuple(offer.provider for offer in found),
+            precision=_common({offer.precision for offer in found}),
+            offers=tuple(found),
         )
         for name, found in offers.items()
         if name not in rings

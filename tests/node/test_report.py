@@ -10,7 +10,7 @@ from meshllm.node.requests.counts import Counts
 from meshllm.node.view import OwnRing, RingView
 from meshllm.protocol.agreement.candidates import NO_LINK
 from meshllm.protocol.agreement.groups import REFUSES
-from meshllm.protocol.membership.records import Lifecycle, Profile, RingMembership
+from meshllm.protocol.membership.records import Lifecycle, ModelOffer, Profile, RingMembership
 from meshllm.protocol.planning.plan import Links
 from meshllm.request import HopReport
 from meshllm.status import (
@@ -21,6 +21,7 @@ from meshllm.status import (
     ModelStatus,
     NetworkStatus,
     NodeState,
+    ProviderOffer,
     RingState,
     RingStatus,
     SessionCounts,
@@ -349,6 +350,29 @@ async def test_a_model_is_exact_if_one_of_its_rings_is() -> None:
 
     assert len(plan.stages) > 1
     assert (model.is_exact, model.epoch) == (True, plan.epoch)
+
+
+async def test_rings_that_serve_a_model_are_counted(node: Owned) -> None:
+    (ring,), plan = node.view.rings, plan_of(node.view)
+    second = replace(ring.group, replica=1, id=GroupId(b"second"))
+    for serving in ((False, False), (True, False), (True, True)):
+        rings = zip((ring.group, second), serving, strict=True)
+        node.see(rings=tuple(RingView(group, plan, is_served=serves) for group, serves in rings))
+
+        (model,) = await node.control.models()
+
+        assert model.rings == sum(serving)
+
+
+async def test_each_provider_says_what_it_has(node: Owned) -> None:
+    told = {B: ModelOffer("fox", "bf16", 8192), C: ModelOffer("fox", "int4")}
+    for each, offer in told.items():
+        node.view = with_state(node.view, each, offers=(offer,), lifecycle=Lifecycle.SERVING)
+
+    _, fox = await node.control.models()
+
+    assert (fox.providers, fox.precision, fox.context) == (("spare", "there"), "", 8192)
+    assert fox.offers == (ProviderOffer("spare", "int4"), ProviderOffer("there", "bf16", 8192))
 
 
 def test_each_ring_of_the_node_has_its_own_status(node: Owned) -> None:

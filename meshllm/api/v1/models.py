@@ -9,7 +9,7 @@ from starlette.routing import Route
 from meshllm.api.access.gate import key_of
 from meshllm.api.generation.precision import precision_of
 from meshllm.api.generation.service import Service
-from meshllm.status import ModelStatus
+from meshllm.status import ModelStatus, to_json
 
 
 def routes(service: Service) -> list[Route]:
@@ -28,12 +28,23 @@ def routes(service: Service) -> list[Route]:
 
 def _model(model: ModelStatus) -> dict[str, Any]:
     """Return OpenAI's object, vLLM's field for the context, and ours; without what is unknown."""
-    said = {"precision": precision_of(model), "providers": list(model.providers)}
+    said = {
+        "precision": precision_of(model),
+        "aliases": list(model.aliases),
+        "key": model.key,
+        "rings": model.rings,
+        "providers": list(model.providers),
+        "offers": [_known(to_json(each)) for each in model.offers],
+    }
     return {
         "id": model.name,
         "object": "model",
         "created": 0,
         "owned_by": "meshllm",
         **({"max_model_len": model.context} if model.context else {}),
-        "meshllm": {name: value for name, value in said.items() if value},
+        "meshllm": _known(said),
     }
+
+
+def _known(said: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in said.items() if value}

@@ -9,7 +9,7 @@ from meshllm.protocol.membership.codec import MAX_MODEL_LIST_BYTES
 from meshllm.status import Models, ModelStatus, from_json, to_json
 from meshllm.strict_json import parse
 
-MAX_VALUES = 16_384  # a model has some 25
+MAX_VALUES = 16_384  # a model has some 30, and seven for each provider
 MAX_NUMBER_BYTES = 64 << 10
 
 

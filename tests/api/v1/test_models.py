@@ -6,7 +6,7 @@ import pytest
 
 from meshllm.node.provider.engine_json import offers_of
 from meshllm.protocol.membership.records import ModelOffer
-from meshllm.status import ModelStatus
+from meshllm.status import ModelStatus, ProviderOffer
 from tests.builders.fake_node import FOX, FakeNode
 
 OBJECT = {"object": "model", "created": 0, "owned_by": "meshllm"}
@@ -40,6 +40,63 @@ async def test_a_model_of_an_engine_names_provider_precision_and_context(
 
     assert listed == [MODEL, OBJECT | {"id": "fox"} | said]
     assert (await client.get("/v1/models/fox")).json() == listed[1]
+
+
+async def test_each_of_several_providers_says_what_it_has(
+    client: httpx2.AsyncClient, door: FakeNode
+) -> None:
+    known = ProviderOffer("gpu", "bf16", 8192), ProviderOffer("desk", "int4", 2048)
+    offers = (*known, ProviderOffer("attic"))
+    names = tuple(each.provider for each in offers)
+    door.provided = (replace(FOX, precision="", providers=names, offers=offers),)
+
+    listed = (await client.get("/v1/models/fox")).json()
+
+    assert listed["max_model_len"] == 2048
+    assert listed["meshllm"] == {
+        "providers": ["gpu", "desk", "attic"],
+        "offers": [
+            {"provider": "gpu", "precision": "bf16", "context": 8192},
+            {"provider": "desk", "precision": "int4", "context": 2048},
+            {"provider": "attic"},
+        ],
+    }
+
+
+KEY = "0123456789abcdef"
+
+
+@pytest.fixture
+def keyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the fake node serve a model with an alias and a key."""
+
+    async def models(node: FakeNode) -> list[ModelStatus]:
+        known = node.report().model
+        assert known
+        return [FOX, replace(known, aliases=("b", "base"), key=KEY, replicas=3, rings=2)]
+
+    monkeypatch.setattr(FakeNode, "models", models)
+
+
+@pytest.mark.usefixtures("keyed")
+async def test_a_model_of_rings_tells_aliases_key_and_rings(client: httpx2.AsyncClient) -> None:
+    listed = (await client.get("/v1/models")).json()["data"]
+
+    said = {"precision": "bfloat16", "aliases": ["b", "base"], "key": KEY, "rings": 2}
+    assert listed[1] == MODEL | {"meshllm": said}
+    for name in ("builtin", "base", KEY):
+        assert (await client.get(f"/v1/models/{name}")).json() == listed[1]
+
+
+@pytest.mark.usefixtures("keyed")
+@pytest.mark.parametrize("name", ["builtin", "base", KEY, KEY[:6]])
+async def test_a_request_names_a_model_as_it_is_listed(
+    client: httpx2.AsyncClient, door: FakeNode, name: str
+) -> None:
+    said = await client.post("/v1/completions", json={"model": name, "prompt": "hello"})
+
+    assert said.status_code == 200
+    assert [each.model for each in door.requests] == ["builtin"]
 
 
 async def test_what_a_door_lists_can_be_provided_to_another_mesh(

@@ -6,7 +6,7 @@ import pytest
 from meshllm.errors import PeerFault
 from meshllm.node.requests.model_list import MAX_VALUES, models_from_json, models_to_json
 from meshllm.protocol.membership.codec import MAX_MODEL_LIST_BYTES
-from meshllm.status import ModelStatus
+from meshllm.status import ModelStatus, ProviderOffer
 from tests.builders.fake_node import FOX
 
 RING = ModelStatus(
@@ -15,7 +15,9 @@ RING = ModelStatus(
 
 
 def test_a_list_keeps_what_models_are() -> None:
-    assert models_from_json(models_to_json([RING, FOX])) == (RING, FOX)
+    fox = replace(FOX, offers=(ProviderOffer("gpu", "bf16", 2048),))
+
+    assert models_from_json(models_to_json([RING, fox])) == (RING, fox)
     assert models_from_json(models_to_json([])) == ()
 
 
