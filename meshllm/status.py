@@ -17,6 +17,7 @@ from meshllm.strict_json import build, lay_out
 T = TypeVar("T")
 
 MIN_PREFIX = 6  # hexadecimal digits of a key that name its model
+NO_LINK = "no link to it"  # why a node is down; one whose engine is down has another reason
 SCHEMA = 1
 """Version of the JSON; incremented when a field is removed or changes its meaning."""
 

@@ -10,6 +10,8 @@ from blake3 import blake3
 from meshllm.errors import UserError
 from meshllm.names import FIRST_GROUP, SHORT_LETTERS, GroupId, NodeId, short, show
 from meshllm.node.agreement.awaited import names_of
+from meshllm.node.agreement.own_state import PROVIDES, trouble_of
+from meshllm.node.provider import NO_MODELS, STARTING
 from meshllm.node.view import LinkView, NodeView, RingView
 from meshllm.protocol.agreement.groups import groups_in, is_exact
 from meshllm.protocol.agreement.trial import Trial
@@ -25,6 +27,7 @@ from meshllm.protocol.planning.prediction import Prediction, predict
 from meshllm.protocol.planning.problem import room_tokens
 from meshllm.protocol.trust.credential import Role
 from meshllm.status import (
+    NO_LINK,
     Change,
     CostTable,
     LinkStatus,
@@ -361,13 +364,19 @@ def _state(view: NodeView, node: NodeId) -> tuple[NodeState, str]:
     agreement, state = view.agreement, view.states.get(node, StateRecord())
     if node not in view.alive:
         left = state.lifecycle is Lifecycle.LEFT
-        return (NodeState.LEFT, "") if left else (NodeState.DOWN, "no link to it")
+        return (NodeState.LEFT, "") if left else (NodeState.DOWN, NO_LINK)
     if node == view.me and view.is_leaving:  # before its record says so
         return NodeState.LEAVING, "finishing requests"
     if agreement and (why := agreement.refused.get(node)):
         return NodeState.REFUSED, why
     if state.lifecycle is Lifecycle.LEAVING:
         return NodeState.LEAVING, "finishing requests"
+    if (trouble := trouble_of(state)) is not None:
+        return _of_provider(state, trouble)
+    return _of_layers(view, node, state)
+
+
+def _of_layers(view: NodeView, node: NodeId, state: StateRecord) -> tuple[NodeState, str]:
     if state.lifecycle is Lifecycle.JOIN:
         return NodeState.JOINING, "loading and benchmarking the model"
     plan = _plan_of(view, node)
@@ -375,8 +384,18 @@ def _state(view: NodeView, node: NodeId) -> tuple[NodeState, str]:
         if state.is_loaded:
             return NodeState.SERVING, ""
         return NodeState.LOADING, view.trouble if node == view.me else ""
-    reasons = {each.node: each.reason for each in agreement.standbys} if agreement else {}
+    standbys = view.agreement.standbys if view.agreement else ()
+    reasons = {each.node: each.reason for each in standbys}
     return NodeState.STANDBY, reasons.get(node, "")
+
+
+def _of_provider(state: StateRecord, trouble: str) -> tuple[NodeState, str]:
+    if trouble in {STARTING, NO_MODELS}:
+        return NodeState.JOINING, trouble
+    if trouble:
+        return NodeState.DOWN, trouble
+    # An earlier version says that it serves while its engine does not, and gives no trouble.
+    return (NodeState.SERVING, "") if state.offers else (NodeState.STANDBY, PROVIDES)
 
 
 def _plan_of(view: NodeView, node: NodeId) -> Plan | None:

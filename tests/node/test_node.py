@@ -682,7 +682,7 @@ async def test_models_of_engines_are_answered_through_every_node(
     with pytest.raises(ModelError, match="No node provides `fox`"):
         await ask(control_of(a), question)
     assert await ask(control_of(a)) == await reference()
-    assert states(a)["c"] == "standby"
+    assert states(a)["c"] == "down"
 
 
 async def test_a_prompt_reaches_no_ring_with_a_node_that_is_not_trusted(mesh: Mesh) -> None:
@@ -738,6 +738,7 @@ async def test_a_provider_that_leaves_finishes_its_answers(
     async with serving(engine) as url:
         b = await mesh.start("b", Provider(EngineClient(url)), join=await a.create_ticket())
         await until(lambda: provided(a) == {"fox": ("b",)}, a)
+        assert [states(each)["b"] for each in (a, b)] == ["serving"] * 2
         async with asyncio.timeout(2 * PATIENCE_S):
             async for event in control_of(a).generate(question):
                 if isinstance(event, Piece) and not said:

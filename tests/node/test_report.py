@@ -6,6 +6,8 @@ from dataclasses import replace
 import pytest
 
 from meshllm.names import GroupId, LossCause, Quant, short, show
+from meshllm.node.agreement.own_state import PROVIDES, provides
+from meshllm.node.provider import NO_ANSWER, NO_MODELS, STARTING
 from meshllm.node.requests.counts import Counts
 from meshllm.node.view import OwnRing, RingView
 from meshllm.protocol.agreement.candidates import NO_LINK
@@ -193,6 +195,38 @@ def test_each_node_has_one_state(node: Owned) -> None:
     assert node.state(C)[0] is NodeState.DOWN
     node.see(agreement=None, alive=frozenset({A, B, C}), plan=None)
     assert node.state(B) == (NodeState.STANDBY, "")
+
+
+@pytest.mark.parametrize(
+    ("lifecycle", "trouble", "offers", "state"),
+    [
+        (Lifecycle.JOIN, STARTING, (), (NodeState.JOINING, STARTING)),
+        (Lifecycle.JOIN, NO_MODELS, (), (NodeState.JOINING, NO_MODELS)),
+        (Lifecycle.SERVING, "", (ModelOffer("fox"),), (NodeState.SERVING, "")),
+        (Lifecycle.JOIN, NO_ANSWER, (), (NodeState.DOWN, NO_ANSWER)),
+        (Lifecycle.JOIN, "its engine ended with code 1", (),
+         (NodeState.DOWN, "its engine ended with code 1")),
+        (Lifecycle.SERVING, "", (), (NodeState.STANDBY, PROVIDES)),
+        (Lifecycle.LEAVING, NO_ANSWER, (), (NodeState.LEAVING, "finishing requests")),
+    ],
+    ids=["starting", "empty", "serving", "silent", "ended", "of an earlier version", "leaving"],
+)  # fmt: skip
+def test_a_provider_has_the_state_of_its_engine(
+    node: Owned,
+    lifecycle: Lifecycle,
+    trouble: str,
+    offers: tuple[ModelOffer, ...],
+    state: tuple[NodeState, str],
+) -> None:
+    node.view = with_state(
+        node.view, C, lifecycle=lifecycle, obstacle=provides(trouble), offers=offers
+    )
+
+    assert node.state(C) == state
+    assert (
+        next(each for each in node.control.members().members if each.name == "spare").state
+        == (state[0])
+    )
 
 
 def test_the_plan_lists_nodes_without_a_span_and_why(node: Owned) -> None:

@@ -28,7 +28,7 @@ from meshllm.local_files import stat_all
 from meshllm.model.hardware import usable_cores, uses_cpu
 from meshllm.names import counted, show
 from meshllm.node.membership.state_store import StateStore
-from meshllm.status import MeshStatus, NodeState, NodeStatus, RingState
+from meshllm.status import NO_LINK, MeshStatus, NodeState, NodeStatus, RingState
 from meshllm.transport.registry import Registry
 
 SLOW_MS = 100.0  # a longer round trip takes more time than a token of a small model
@@ -173,6 +173,8 @@ def check_peer(node: NodeStatus, own_version: str) -> Finding:
     if node.state in {NodeState.LEFT, NodeState.DOWN, NodeState.REFUSED}:
         verdict: Verdict = "warn" if node.state is NodeState.LEFT else "fail"
         advice = f"start it again there, or remove it: `meshllm ring remove {node.short}`"
+        if node.state is NodeState.DOWN and node.reason != NO_LINK:
+            advice = f"look at what `meshllm provide` and its engine print on {node.name}"
         found = f"{who} {node.state}: {node.reason}".rstrip(": ")
         return Finding(verdict, "peer", found, "" if node.state is NodeState.REFUSED else advice)
     if link is None:

@@ -70,9 +70,9 @@ def provide(
     mesh: the engine needs no open port. The node holds no layers.
 
     An engine that does not list its model, such as `transformers serve`, needs `--offer`, which can
-    also shorten a name. While the engine does not answer, its models are not offered. The
-    first Ctrl-C or SIGTERM finishes the requests, for a minute at most, leaves the mesh and stops
-    the engine.
+    also shorten a name. While the engine does not answer, its models are not offered, and
+    `meshllm ring status` of any node says why. The first Ctrl-C or SIGTERM finishes the requests,
+    for a minute at most, leaves the mesh and stops the engine.
     """
     if bool(command) == bool(url):
         raise UserError(

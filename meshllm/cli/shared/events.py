@@ -18,7 +18,6 @@ UNANSWERED_HINT = (
     " to join again use a new ticket and another `--state`"
 )
 
-_ABSENT = {"left", "down"}
 _VERBS = {
     "leaving": "is leaving",
     "left": "left",
@@ -81,10 +80,10 @@ def _is_alone(status: "MeshStatus") -> bool:
 
 
 def _of_node(before: "NodeStatus | None", after: "NodeStatus") -> Iterator[Notice]:
-    was, state, reason = before.state if before else "left", after.state, after.reason
+    state, reason = after.state, after.reason
     who = after.name or after.short
     fields: dict[str, Field] = {"node": after.node, "name": after.name, "reason": reason}
-    if was in _ABSENT and state not in _ABSENT:
+    if (before is None or _is_absent(before)) and not _is_absent(after):
         memory = f", {bytes_of(after.memory_bytes)}" if after.memory_bytes else ""
         yield Notice("joined", f"{who} joined ({after.short}{memory})", fields)
     elif before is None:
@@ -93,6 +92,13 @@ def _of_node(before: "NodeStatus | None", after: "NodeStatus") -> Iterator[Notic
         yield _standby(after, who)
     elif state in _VERBS and _is_new(before, after):
         yield Notice(state, f"{who} {_VERBS[state]}{reason and f': {reason}'}", fields)
+
+
+def _is_absent(node: "NodeStatus") -> bool:
+    """Return whether a node has left or is lost; one whose engine is down is still here."""
+    from meshllm.status import NO_LINK
+
+    return node.state == "left" or (node.state == "down" and node.reason == NO_LINK)
 
 
 def _standby(node: "NodeStatus", who: str) -> Notice:
@@ -152,7 +158,7 @@ def _is_going_on(before: "RingStatus | None", ring: "RingStatus") -> bool:
 
 
 def _lacks_one(status: "MeshStatus") -> bool:
-    away = {each.node for each in status.nodes if each.state in _ABSENT}
+    away = {each.node for each in status.nodes if _is_absent(each)}
     return any(each.node in away for each in status.ring.stages)
 
 

@@ -41,6 +41,17 @@ HANGS = "its compute thread hangs"
 _EARLY_S = 1.0  # more than the rounding error by which a timer may be early
 
 
+def provides(trouble: str) -> str:
+    """Return the obstacle of a provider; ``trouble`` is why its engine does not serve, or empty."""
+    return f"{PROVIDES}; {trouble}" if trouble else PROVIDES
+
+
+def trouble_of(state: StateRecord) -> str | None:
+    """Return why the engine of a provider does not serve, or empty; None for another node."""
+    what, _, trouble = state.obstacle.partition("; ")
+    return trouble if what == PROVIDES else None
+
+
 class OwnState:
     """This node in its rings, as it publishes it."""
 
@@ -128,7 +139,9 @@ class OwnState:
         refused = [RingMembership(group, obstacle=REFUSES) for group in sorted(self.refused)]
         others += refused[: MAX_RINGS - 1 - len(others)]
         further = {each.group: each for each in reversed(others) if each.group != own.group}
-        obstacle = PROVIDES if self.provider else HANGS if self.is_hung else ""
+        obstacle = HANGS if self.is_hung else ""
+        if self.provider:
+            obstacle = provides(self.provider.trouble)
         state = StateRecord(
             lifecycle=self._lifecycle(),
             followed=own.followed,
@@ -188,5 +201,5 @@ class OwnState:
     def _lifecycle(self) -> Lifecycle:
         if self.is_leaving:
             return Lifecycle.LEAVING
-        is_serving = self.first.runtime or self.provider
+        is_serving = self.provider.offers if self.provider else self.first.runtime
         return Lifecycle.SERVING if is_serving else Lifecycle.JOIN

@@ -20,7 +20,7 @@ from meshllm.names import FIRST_GROUP, Digest, GroupId, NodeId
 from meshllm.node.agreement.awaited import gathering, loading_model
 from meshllm.node.agreement.charter_editor import CharterEditor
 from meshllm.node.agreement.offer import NodeOffer
-from meshllm.node.agreement.own_state import PROVIDES, OwnState
+from meshllm.node.agreement.own_state import OwnState, provides, trouble_of
 from meshllm.node.agreement.plan_follower import GATHER_S, PlanFollower
 from meshllm.node.agreement.planner import Planner
 from meshllm.node.agreement.ring_member import RingMember
@@ -158,7 +158,12 @@ class RingServer:
         if self.offer.hang or self.supply.progress:
             return self.offer.hang or self.supply.progress
         if parts.state.provider and agreement is None:
-            return PROVIDES if parts.links.by_peer else "no contact with the mesh yet"
+            is_linked = bool(parts.links.by_peer)
+            return (
+                provides(parts.state.provider.trouble)
+                if is_linked
+                else "no contact with the mesh yet"
+            )
         if agreement is not None and agreement.plan is not None:
             if agreement.lacking:
                 loading = self._loading(agreement)
@@ -184,6 +189,7 @@ class RingServer:
             for node in agreement.alive - agreement.ready
             if (state := states.get(node)) is not None
             and (state.lifecycle is Lifecycle.JOIN or awaits_weights(state))
+            and trouble_of(state) is None
         ]
 
     def records_changed(self) -> None:

@@ -3,6 +3,14 @@
 from meshllm.node.provider import launch
 from meshllm.node.provider.engine import EngineClient
 from meshllm.node.provider.process import EngineProcess
-from meshllm.node.provider.provider import Provider
+from meshllm.node.provider.provider import NO_ANSWER, NO_MODELS, STARTING, Provider
 
-__all__ = ["EngineClient", "EngineProcess", "Provider", "launch"]
+__all__ = [
+    "NO_ANSWER",
+    "NO_MODELS",
+    "STARTING",
+    "EngineClient",
+    "EngineProcess",
+    "Provider",
+    "launch",
+]

@@ -47,10 +47,11 @@ class EngineProcess:
         if self._process is not None:  # it may have ended before its children
             _signal(self._process.pid, signal.SIGKILL)
 
-    async def run(self, ended: Callable[[], None] = lambda: None) -> None:
+    async def run(self, ended: Callable[[str], None] = lambda _: None) -> None:
         """Run the command, again whenever it ends, with backoff; stop it when cancelled.
 
-        ``ended`` is called each time it ends, before its children have.
+        ``ended`` is called each time it ends, before its children have, or cannot be started, with
+        what happened, which names no path of this machine.
         """
         clock, delay = asyncio.get_running_loop().time, FIRST_RESTART_S
         while True:
@@ -61,17 +62,19 @@ class EngineProcess:
             await asyncio.sleep(delay)
             delay = min(2 * delay, LAST_RESTART_S)
 
-    async def _run_once(self, ended: Callable[[], None]) -> str:
+    async def _run_once(self, ended: Callable[[str], None]) -> str:
         """Run the command; return with what it ended."""
         if shutil.which(self._command[0]) is None:
+            ended("is not installed any more")
             return f"{os.strerror(errno.ENOENT)}: {self._command[0]}"
         try:
             self._process = process = await self._start()
         except (OSError, RuntimeError) as error:  # too many processes, threads or open files
+            ended("cannot be started")
             return getattr(error, "strerror", None) or str(error)
         try:
             code = await process.wait()
-            ended()
+            ended(f"ended with code {code}")
             return f"code {code}"
         finally:
             await _stop(process)

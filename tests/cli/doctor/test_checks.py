@@ -17,7 +17,7 @@ from meshllm.errors import LinkLost, PeerFault, PluginError
 from meshllm.model import hardware
 from meshllm.names import show
 from meshllm.node.membership.state_store import StateStore
-from meshllm.status import NodeState
+from meshllm.status import NO_LINK, NodeState
 from meshllm.transport.registry import Registry
 from tests.builders.status import status_of, waiting, with_link, with_node
 
@@ -249,7 +249,16 @@ def test_the_link_to_a_peer_is_checked(
 @pytest.mark.parametrize(
     ("node", "link", "advice"),
     [
-        ({"state": NodeState.DOWN, "link": None}, {}, "`meshllm ring remove desk1bc`"),
+        (
+            {"state": NodeState.DOWN, "reason": NO_LINK, "link": None},
+            {},
+            "`meshllm ring remove desk1bc`",
+        ),
+        (
+            {"state": NodeState.DOWN, "reason": "its engine does not answer"},
+            {},
+            "what `meshllm provide` and its engine print on desk",
+        ),
         ({"state": NodeState.REFUSED, "link": None}, {}, ""),
         ({}, {"heard_s": 99.0}, "look whether desk still runs"),
     ],

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from meshllm.cli.shared.events import notices
-from meshllm.status import MeshStatus, NodeState, RingState
+from meshllm.status import NO_LINK, MeshStatus, NodeState, RingState
 from tests.builders.status import status_of, waiting, with_link, with_node, with_ring
 
 
@@ -86,12 +86,12 @@ def test_a_forming_ring_is_reported_with_its_layers() -> None:
 def test_a_lost_ring_is_reported_once() -> None:
     broken = with_ring(status_of(2), state=RingState.FORMING, reason="its nodes link up")
     gone = with_ring(status_of(2), state=RingState.FORMING, reason="desk is gone")
-    gone = with_node(gone, 1, state=NodeState.DOWN, reason="no link")
+    gone = with_node(gone, 1, state=NodeState.DOWN, reason=NO_LINK)
     forming = with_ring(status_of(2), state=RingState.FORMING, digest="another", epoch=4)
 
     assert texts(status_of(2), broken) == ["ring of 2 lost, epoch 3"]
-    assert texts(broken, gone) == ["desk is down: no link"]
-    assert texts(status_of(2), gone) == ["desk is down: no link", "ring of 2 lost, epoch 3"]
+    assert texts(broken, gone) == ["desk is down: no link to it"]
+    assert texts(status_of(2), gone) == ["desk is down: no link to it", "ring of 2 lost, epoch 3"]
     assert texts(gone, forming)[-1] == "ring of 2 forming, epoch 4: attic 0:10, desk 10:20"
     assert texts(status_of(2), forming) == texts(broken, forming)
 
@@ -135,9 +135,18 @@ def test_a_removed_node_is_reported() -> None:
 
 
 def test_a_returning_node_has_joined() -> None:
-    before = with_node(status_of(2), 1, state=NodeState.DOWN)
+    before = with_node(status_of(2), 1, state=NodeState.DOWN, reason=NO_LINK)
 
     assert texts(before, status_of(2)) == ["desk joined (desk1bc, 8.0 GiB)"]
+
+
+def test_a_provider_whose_engine_is_down_is_still_here() -> None:
+    down = with_node(status_of(2), 1, state=NodeState.DOWN, reason="its engine ended with code 1")
+
+    told = "desk is down: its engine ended with code 1"
+    assert texts(None, down)[:2] == ["desk joined (desk1bc, 8.0 GiB)", told]
+    assert texts(status_of(2), down) == [told]
+    assert texts(down, down) == texts(down, status_of(2)) == []
 
 
 def test_a_node_that_left_before_the_first_report_is_not_reported() -> None:

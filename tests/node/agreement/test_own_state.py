@@ -10,9 +10,10 @@ import pytest
 
 from meshllm.names import FIRST_GROUP, NodeId
 from meshllm.node.agreement.load_watch import LOAD_S
-from meshllm.node.agreement.own_state import HANGS
+from meshllm.node.agreement.own_state import HANGS, trouble_of
+from meshllm.node.provider import NO_ANSWER, STARTING
 from meshllm.protocol.agreement.groups import groups_in, groups_of
-from meshllm.protocol.membership.records import Lifecycle
+from meshllm.protocol.membership.records import Lifecycle, ModelOffer, StateRecord
 from meshllm.protocol.membership.strikes import FAULTS_S, MAX_FAULTS
 from meshllm.testing.clock import run_virtual
 from tests.builders.ring_places import (
@@ -151,6 +152,26 @@ def test_a_hang_is_published_as_an_obstacle() -> None:
             assert place.told[-1].obstacle == (HANGS if is_hung else "")
 
     run(story)
+
+
+def test_a_provider_serves_while_its_engine_lists_models() -> None:
+    async def story() -> None:
+        place = Place()
+        engine = SimpleNamespace(offers=(), trouble=STARTING, active=0)
+        place.own.provider = cast("Any", engine)
+        told = [(Lifecycle.JOIN, STARTING), (Lifecycle.SERVING, ""), (Lifecycle.JOIN, NO_ANSWER)]
+        for _, engine.trouble in told:
+            engine.offers = () if engine.trouble else (ModelOffer("fox"),)
+            place.own.publish()
+        assert [(each.lifecycle, trouble_of(each)) for each in place.told] == told
+        assert [bool(each.offers) for each in place.told] == [False, True, False]
+        assert all(each.obstacle.startswith("it provides whole models") for each in place.told)
+
+    run(story)
+
+
+def test_a_node_that_hangs_does_not_count_as_a_provider() -> None:
+    assert trouble_of(StateRecord(obstacle=HANGS)) is None
 
 
 def test_a_node_in_two_rings_serves_and_publishes_both() -> None:

@@ -8,9 +8,10 @@ from typing import Any, cast
 import pytest
 
 from meshllm.names import FIRST_GROUP, GroupId, short
-from meshllm.node.agreement.own_state import PROVIDES
+from meshllm.node.agreement.own_state import provides
 from meshllm.node.agreement.plan_follower import SETTLE_S
 from meshllm.node.agreement.ring_server import NodeParts, RingServer
+from meshllm.node.provider import STARTING
 from meshllm.protocol.membership.records import Lifecycle, StateRecord
 from meshllm.protocol.weights.holders import FETCHES
 from meshllm.testing.clock import run_virtual
@@ -138,7 +139,8 @@ def test_the_members_that_are_here_are_counted() -> None:
 @pytest.mark.parametrize(
     "state",
     [
-        StateRecord(Lifecycle.SERVING, obstacle=PROVIDES),
+        StateRecord(Lifecycle.SERVING, obstacle=provides("")),
+        StateRecord(Lifecycle.JOIN, obstacle=provides(STARTING)),
         StateRecord(Lifecycle.LEAVING),
         StateRecord(Lifecycle.OTHER),
     ],
@@ -164,9 +166,11 @@ def test_a_node_that_will_hold_no_layers_is_not_counted_as_here(
 
 def test_a_provider_is_not_waited_for() -> None:
     served = Served()
-    served.place.own.provider = cast("Any", SimpleNamespace(offers=(), active=0))
+    served.place.own.provider = cast("Any", SimpleNamespace(offers=(), active=0, trouble=STARTING))
     assert served.server.reason() == "no contact with the mesh yet"
     served.links.by_peer[STAGE] = None
+    assert served.server.reason() == "it provides whole models; its engine is starting"
+    served.place.own.provider.trouble = ""
     assert served.server.reason() == "it provides whole models"
 
 

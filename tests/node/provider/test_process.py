@@ -40,14 +40,15 @@ async def test_a_command_that_cannot_be_run_is_tried_again(
 async def test_a_restart_that_the_system_refuses_is_tried_again(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    engine = EngineProcess(["true"])
+    engine, told = EngineProcess(["true"]), list[str]()
 
     def refuse() -> int:
         raise error
 
     monkeypatch.setattr(process, "_free_port", refuse)
 
-    assert await engine._run_once(lambda: None) == "too many"
+    assert await engine._run_once(told.append) == "too many"
+    assert told == ["cannot be started"]
     assert engine.pid is None
 
 
@@ -55,7 +56,7 @@ async def test_each_start_has_another_port(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(process, "_free_port", itertools.count(7001).__next__)
     told: asyncio.Queue[str] = asyncio.Queue()
     engine = EngineProcess(["true"])
-    running = asyncio.ensure_future(engine.run(lambda: told.put_nowait(engine.url)))
+    running = asyncio.ensure_future(engine.run(lambda _: told.put_nowait(engine.url)))
     try:
         async with asyncio.timeout(60):
             first, second = await told.get(), await told.get()
@@ -92,7 +93,7 @@ async def test_a_child_that_outlives_its_engine_is_killed(
     monkeypatch.setattr(process, "FIRST_RESTART_S", 3600.0)
     told, ended = tmp_path / "pid", asyncio.Event()
     engine = _with_stubborn_child(told)
-    running = asyncio.ensure_future(engine.run(ended.set))
+    running = asyncio.ensure_future(engine.run(lambda _: ended.set()))
     await ended.wait()
     assert engine.pid is None
     engine.kill()
@@ -111,7 +112,7 @@ async def test_the_first_process_of_a_container_takes_in_orphans(
     control(PR_SET_CHILD_SUBREAPER, 1)
     try:
         async with asyncio.timeout(60):
-            told = await EngineProcess(["sh", "-c", "sleep 600 &"])._run_once(lambda: None)
+            told = await EngineProcess(["sh", "-c", "sleep 600 &"])._run_once(lambda _: None)
     finally:
         control(PR_SET_CHILD_SUBREAPER, 0)
 

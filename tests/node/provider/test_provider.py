@@ -11,6 +11,7 @@ import pytest
 from meshllm.errors import LinkLost, MeshError, TimedOut
 from meshllm.node.provider import EngineClient, EngineProcess, Provider, process, provider
 from meshllm.node.provider.engine import LIST_S
+from meshllm.node.provider.provider import NO_ANSWER, NO_MODELS, STARTING
 from meshllm.protocol.membership.records import ModelOffer
 from meshllm.request import Request
 from meshllm.testing.clock import run_virtual
@@ -160,6 +161,67 @@ async def test_an_own_engine_need_not_answer_at_once(
     ]
 
 
+async def test_an_engine_says_why_it_serves_nothing() -> None:
+    gone = LinkLost("No engine answers")
+    looked = Looked((), (FOX,), gone, (), (FOX,))
+    watched, told = Provider(looked), list[str]()
+    assert watched.trouble == STARTING
+    running = asyncio.ensure_future(watched.run(lambda: told.append(watched.trouble)))
+    try:
+        await looked.at_end.wait()
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+
+    assert told == [NO_MODELS, "", NO_ANSWER, NO_MODELS, ""]
+
+
+class FailingProcess(EngineProcess):
+    """A process that ends twice before it runs."""
+
+    async def run(self, ended: Callable[[str], None] = lambda _: None) -> None:
+        for code in (1, 2):
+            ended(f"ended with code {code}")
+            await asyncio.sleep(10)
+        self.is_running = True
+        await asyncio.Event().wait()
+
+    is_running = False
+
+    @property
+    def pid(self) -> int | None:
+        return 1 if self.is_running else None
+
+
+def test_an_engine_that_ended_is_down_until_it_lists_models() -> None:
+    async def story() -> None:
+        gone = LinkLost("No engine answers")
+        looked = Looked(gone, gone, (FOX,))
+        watched, told = Provider(looked, FailingProcess(COMMAND)), list[str]()
+        running = asyncio.ensure_future(watched.run(lambda: told.append(watched.trouble)))
+        await looked.at_end.wait()
+        running.cancel()
+        await asyncio.wait([running])
+
+        assert told == ["its engine ended with code 1", "its engine ended with code 2", ""]
+
+    run_virtual(story())
+
+
+@pytest.mark.parametrize("command", ["no-such-command", "true"])
+async def test_a_process_says_how_it_ended_without_a_path(command: str, tmp_path: Path) -> None:
+    told = asyncio.get_running_loop().create_future()
+    path = str(tmp_path / command) if command != "true" else command
+    running = asyncio.ensure_future(EngineProcess([path]).run(told.set_result))
+    try:
+        assert await told == (
+            "ended with code 0" if command == "true" else "is not installed any more"
+        )
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+
+
 async def test_an_engine_that_answers_a_request_is_heard_of(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -246,9 +308,9 @@ class EndingProcess(EngineProcess):
     def pid(self) -> int | None:
         return None if self.ending.is_set() else 1
 
-    async def run(self, ended: Callable[[], None] = lambda: None) -> None:
+    async def run(self, ended: Callable[[str], None] = lambda _: None) -> None:
         await self.ending.wait()
-        ended()
+        ended("ended with code 1")
 
 
 @pytest.mark.parametrize("how", ["its process ends", "a request fails"])
