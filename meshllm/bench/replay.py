@@ -105,7 +105,8 @@ class TraceReplay:
     """One replay of a trace."""
 
     lines: Sequence[TraceLine]
-    """In the order of their times; those whose prompt was not read are left out."""
+    """In the order of their times; those whose prompt was not read are left out. ``model`` is the
+    name by which to ask the target."""
     target: Target
     speed: float = 1.0
     report: Callable[[str], None] = lambda _: None
@@ -178,7 +179,9 @@ def _request(line: TraceLine, prompt: tuple[int, ...], number: int) -> Request:
     }
     sampling = Sampling(**{**given, "seed": number})
     most = max(1, line.new_tokens)
-    return Request(ids=prompt, sampling=sampling, max_tokens=most, ignores_end=True)
+    return Request(
+        ids=prompt, sampling=sampling, max_tokens=most, model=line.model, ignores_end=True
+    )
 
 
 def _now() -> float:

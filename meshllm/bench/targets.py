@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 import httpx2
@@ -10,6 +10,7 @@ import httpx2
 from meshllm.errors import LinkLost, MeshError, ModelError, NotAuthorised, PeerFault, UserError
 from meshllm.node.requests.request_json import MESSAGE_CHARS
 from meshllm.request import Answer, Backend, Piece, Request, Sampling
+from meshllm.status import ModelStatus
 from meshllm.strict_json import build, parse
 
 _EVENT = "data: "
@@ -29,7 +30,7 @@ class TargetAnswer:
 
 
 class Target(Protocol):
-    """Answers the requests of a replay."""
+    """Answers the requests of a replay, each by the model that it names."""
 
     async def ask(self, request: Request, begun: Callable[[], None]) -> TargetAnswer:
         """Answer a request; call ``begun`` for the first token, and any number of times later.
@@ -44,13 +45,10 @@ class BackendTarget:
     """A node or a ring as a target."""
 
     backend: Backend
-    model: str = ""
-    """Its name; empty for the model of a ring in this process."""
 
     async def ask(self, request: Request, begun: Callable[[], None]) -> TargetAnswer:
         """Answer a request, see `Target`."""
-        asked = replace(request, model=self.model)
-        async with aclosing(self.backend.generate(asked)) as events:
+        async with aclosing(self.backend.generate(request)) as events:
             async for event in events:
                 match event:
                     case Piece() if event.tokens or event.has_text:  # an engine tells no tokens
@@ -67,7 +65,6 @@ class DoorTarget:
 
     client: httpx2.AsyncClient
     """Of its base URL, without a timeout or a limit of connections."""
-    model: str
 
     async def ask(self, request: Request, begun: Callable[[], None]) -> TargetAnswer:
         """Answer a request, see `Target`; the first text counts as the first token."""
@@ -90,7 +87,7 @@ class DoorTarget:
             if (value := getattr(request.sampling, each.name)) != each.default
         }
         return {
-            "model": self.model,
+            "model": request.model,
             "prompt": request.ids,
             "max_tokens": request.max_tokens,
             "ignore_eos": request.ignores_end,
@@ -99,6 +96,30 @@ class DoorTarget:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
+
+    async def models(self) -> tuple[ModelStatus, ...]:
+        """List the models that are served, by their names only.
+
+        Raises:
+            MeshError: nothing answers there, it needs a key, or it serves no model.
+        """
+        url = self.client.base_url
+        try:
+            response = await self.client.get("models")
+        except httpx2.TransportError as error:
+            raise LinkLost(f"Nothing answers at `{url}`: {error}", hint=_URL_HINT) from None
+        if response.status_code == httpx2.codes.UNAUTHORIZED:
+            reason = f"`{url}` requires a valid API key"
+            raise NotAuthorised(reason, hint="`--key-file FILE` reads one")
+        if response.is_error:
+            raise _refusal(response.status_code, response.content)
+        found = build(_Models, _object(response.text), strict=False).data
+        if not found:
+            raise ModelError(f"No model is served at `{url}`", hint="wait until its ring serves")
+        return tuple(
+            ModelStatus(each.id, 0, 0, "", "", aliases=each.meshllm.aliases, key=each.meshllm.key)
+            for each in found
+        )
 
     async def _events(self, body: dict[str, object]) -> AsyncIterator[dict[str, Any]]:
         """Yield the objects of a stream; raise `MeshError` for an error in or before it."""
@@ -114,15 +135,11 @@ class DoorTarget:
 
 
 @asynccontextmanager
-async def open_door_target(
-    url: str, key: str | None, model: str | None
-) -> AsyncIterator[DoorTarget]:
+async def open_door_target(url: str, key: str | None) -> AsyncIterator[DoorTarget]:
     """Yield the API at a base URL, as `http://127.0.0.1:7780/v1`.
 
-    Without a ``model`` it is the first that is served.
-
     Raises:
-        MeshError: nothing answers there, it needs a key, or it serves no model.
+        UserError: the URL is invalid.
     """
     headers = {"authorization": f"Bearer {key}"} if key else {}
     unlimited = httpx2.Limits(max_connections=None)
@@ -130,32 +147,23 @@ async def open_door_target(
         async with httpx2.AsyncClient(
             base_url=url, headers=headers, timeout=None, limits=unlimited
         ) as client:
-            yield DoorTarget(client, model or await _first_model(client))
+            yield DoorTarget(client)
     except httpx2.InvalidURL as error:
         raise UserError(f"Invalid URL `{url}`: {error}", hint=_URL_HINT) from None
 
 
-async def _first_model(client: httpx2.AsyncClient) -> str:
-    try:
-        response = await client.get("models")
-    except httpx2.TransportError as error:
-        raise LinkLost(f"Nothing answers at `{client.base_url}`: {error}", hint=_URL_HINT) from None
-    if response.status_code == httpx2.codes.UNAUTHORIZED:
-        reason = f"`{client.base_url}` requires a valid API key"
-        raise NotAuthorised(reason, hint="`--key-file FILE` reads one")
-    if response.is_error:
-        raise _refusal(response.status_code, response.content)
-    found = build(_Models, _object(response.text), strict=False).data
-    if not found:
-        raise ModelError(
-            f"No model is served at `{client.base_url}`", hint="wait until its ring serves"
-        )
-    return found[0].id
+@dataclass(frozen=True, slots=True)
+class _Ours:
+    """What meshllm says of a model, if it is the server; see `ModelStatus`."""
+
+    aliases: tuple[str, ...] = ()
+    key: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class _Model:
     id: str
+    meshllm: _Ours = _Ours()
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,7 @@ def test_a_request_has_length_and_sampling_of_its_line() -> None:
 
     first, second = target.requests
     assert (len(first.ids), first.max_tokens, first.ignores_end) == (20, 3, True)
+    assert first.model == "m"
     assert first.sampling == Sampling(temperature=0.5, top_k=9, seed=0)
     assert type(first.sampling.top_k) is int
     assert second.sampling.seed == 1

@@ -8,12 +8,18 @@ import pytest
 
 from meshllm.api.app import owner_application
 from meshllm.bench.targets import BackendTarget, DoorTarget, TargetAnswer, open_door_target
-from meshllm.errors import LinkLost, MeshError, NotAuthorised
+from meshllm.errors import LinkLost, MeshError, ModelError, NotAuthorised
 from meshllm.request import Event, Piece, Prefilled, Request, Sampling
 from tests.builders.fake_node import FakeNode
 from tests.builders.fake_ring import answer_of
 
-ASKED = Request(ids=(1, 2), max_tokens=5, sampling=Sampling(top_k=3, seed=7), ignores_end=True)
+ASKED = Request(
+    ids=(1, 2),
+    max_tokens=5,
+    sampling=Sampling(top_k=3, seed=7),
+    model="builtin",
+    ignores_end=True,
+)
 
 
 @pytest.fixture
@@ -25,23 +31,23 @@ async def client() -> AsyncIterator[httpx2.AsyncClient]:
 
 def answering(status: int, text: str) -> DoorTarget:
     transport = httpx2.MockTransport(lambda _: httpx2.Response(status, text=text))
-    return DoorTarget(httpx2.AsyncClient(transport=transport, base_url="http://door/v1"), "m")
+    return DoorTarget(httpx2.AsyncClient(transport=transport, base_url="http://door/v1"))
 
 
 async def test_a_door_answers_with_its_usage() -> None:
     node, begun = FakeNode(), list[None]()
     transport = httpx2.ASGITransport(owner_application(node))
     async with httpx2.AsyncClient(transport=transport, base_url="http://door/v1") as client:
-        answer = await DoorTarget(client, "builtin").ask(ASKED, lambda: begun.append(None))
+        answer = await DoorTarget(client).ask(ASKED, lambda: begun.append(None))
 
     assert answer == TargetAnswer(2, 0, 5)
     assert len(begun) == 3
-    assert node.requests == [ASKED]
+    assert node.requests == [replace(ASKED, model="")]  # the only one of the fake node
 
 
 async def test_the_error_of_a_door_is_raised(client: httpx2.AsyncClient) -> None:
     with pytest.raises(MeshError, match="`other` is not served here"):
-        await DoorTarget(client, "other").ask(ASKED, lambda: None)
+        await DoorTarget(client).ask(replace(ASKED, model="other"), lambda: None)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +89,7 @@ async def test_a_lost_connection_is_named() -> None:
     transport = httpx2.MockTransport(lost)
     async with httpx2.AsyncClient(transport=transport, base_url="http://door/v1") as client:
         with pytest.raises(LinkLost, match="The connection was lost: reset"):
-            await DoorTarget(client, "m").ask(ASKED, lambda: None)
+            await DoorTarget(client).ask(ASKED, lambda: None)
 
 
 async def test_a_door_that_needs_a_key_says_how_to_give_one(
@@ -95,8 +101,8 @@ async def test_a_door_that_needs_a_key_says_how_to_give_one(
     monkeypatch.setattr(httpx2, "AsyncClient", lambda **terms: plain(transport=transport, **terms))
 
     with pytest.raises(NotAuthorised, match="requires a valid API key") as raised:
-        async with open_door_target("http://door/v1", None, None):
-            pass
+        async with open_door_target("http://door/v1", None) as door:
+            await door.models()
 
     assert raised.value.hint == "`--key-file FILE` reads one"
 
@@ -107,19 +113,34 @@ async def test_a_door_without_models_tells_its_error(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(httpx2, "AsyncClient", lambda **terms: plain(transport=transport, **terms))
 
     with pytest.raises(MeshError, match="HTTP status 502"):
-        async with open_door_target("http://door/v1", None, None):
-            pass
+        async with open_door_target("http://door/v1", None) as door:
+            await door.models()
+
+
+@pytest.mark.parametrize("more", [{}, {"meshllm": {"aliases": ["b"], "key": "ab" * 8, "new": 1}}])
+async def test_a_door_lists_its_models(more: dict[str, Any]) -> None:
+    text = json.dumps({"data": [{"id": "one", "object": "model", **more}, {"id": "two"}]})
+
+    one, two = await answering(200, text).models()
+
+    assert (one.name, two.name) == ("one", "two")
+    assert (one.aliases, one.key) == ((("b",), "ab" * 8) if more else ((), ""))
+
+
+async def test_a_door_that_serves_nothing_replays_nothing() -> None:
+    with pytest.raises(ModelError, match="No model is served at"):
+        await answering(200, '{"data": []}').models()
 
 
 async def test_a_backend_answers_with_its_tokens() -> None:
     begun: list[None] = []
     node = FakeNode(said=(Piece("", (1,)), Piece("held"), answer_of("held", 5)))
 
-    answer = await BackendTarget(node, "whole").ask(ASKED, lambda: begun.append(None))
+    answer = await BackendTarget(node).ask(ASKED, lambda: begun.append(None))
 
     assert (answer.prompt_tokens, answer.new_tokens, len(answer.tokens)) == (2, 5, 5)
     assert len(begun) == 2
-    assert node.requests == [replace(ASKED, model="whole")]
+    assert node.requests == [ASKED]
 
 
 async def test_an_engine_that_tells_no_tokens_has_begun_with_its_text() -> None:
@@ -127,7 +148,7 @@ async def test_an_engine_that_tells_no_tokens_has_begun_with_its_text() -> None:
     counted = replace(answer_of("text", 0), counted=7)
     node = FakeNode(said=(Piece(""), Piece("text"), counted))
 
-    answer = await BackendTarget(node, "whole").ask(ASKED, lambda: begun.append(None))
+    answer = await BackendTarget(node).ask(ASKED, lambda: begun.append(None))
 
     assert (answer.new_tokens, len(begun)) == (7, 1)
 

@@ -9,6 +9,7 @@ if the two hit rates differ by more than `POINTS`, or a request fails.
 """
 
 import asyncio
+import dataclasses
 import sys
 from argparse import Namespace
 from collections.abc import AsyncIterator, Sequence
@@ -109,7 +110,8 @@ async def _hold(backend: Backend, chat: Chat) -> None:
 async def replay(path: Path, nodes: int, rtt_s: float, speed: float = 1.0) -> ReplayComparison:
     """Replay a trace on a new ring."""
     async with open_ring(nodes, rtt_s) as ring:
-        return await TraceReplay(read_trace(path), BackendTarget(ring), speed).run()
+        lines = [dataclasses.replace(each, model="") for each in read_trace(path)]
+        return await TraceReplay(lines, BackendTarget(ring), speed).run()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

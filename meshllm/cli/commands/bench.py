@@ -114,8 +114,9 @@ def bench(
 
     `--replay` sends the requests of a trace at its times, with made-up prompts of the same lengths
     and shared prefixes, and compares latencies, throughput and the hit rate of the prefix cache
-    with those in the trace. The running node answers, or `--url`, or with `--nodes N` a ring in
-    this process of `--model`, which may also be a folder or a Hugging Face name.
+    with those in the trace. The running node answers, or `--url`, each request by the model that
+    it names, or by `--model`. With `--nodes N` a ring in this process of `--model` answers, which
+    may also be a folder or a Hugging Face name.
     """
     chosen = settings(flags)
     if replay is not None:

@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,11 +10,15 @@ from meshllm.cli.shared.client import NodeClient, is_running, socket_path, start
 from meshllm.cli.terminal import render
 from meshllm.config import Settings
 from meshllm.errors import MeshError, UserError
+from meshllm.names import counted
 
 if TYPE_CHECKING:
     from meshllm.bench.replay import LoadFigures, Percentiles, ReplayComparison
     from meshllm.bench.targets import Target
     from meshllm.status import ModelStatus
+
+MAX_NAMED = 5  # models of a trace that an error names
+MAX_NAME = 100  # characters of such a name
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +28,7 @@ class ReplayOptions:
     trace: Path
     speed: float
     model: str | None
-    """None is the first model that is served, or the embedded one in this process."""
+    """None is the one that each request names, or the embedded one in this process."""
     url: str | None = None
     """Base URL of an OpenAI-compatible API."""
     key_file: Path | None = None
@@ -82,43 +86,87 @@ async def _measure(
     from meshllm.traces.trace import read_trace
 
     lines = await asyncio.to_thread(read_trace, options.trace)
-    async with _target(options, chosen, report) as target:
-        return await TraceReplay(lines, target, options.speed, report).run()
+    models = dict.fromkeys(each.model for each in lines if each.prompt_tokens)
+    async with _target(options, chosen, report, tuple(models)) as (target, asked):
+        sent = [replace(each, model=asked.get(each.model, "")) for each in lines]
+        return await TraceReplay(sent, target, options.speed, report).run()
 
 
 @asynccontextmanager
 async def _target(
-    options: ReplayOptions, chosen: Settings, report: Callable[[str], None]
-) -> AsyncIterator["Target"]:
+    options: ReplayOptions,
+    chosen: Settings,
+    report: Callable[[str], None],
+    models: Sequence[str],
+) -> AsyncIterator[tuple["Target", dict[str, str]]]:
+    """Yield what answers, and by which name to ask it for each model of the trace."""
     from meshllm.bench.targets import BackendTarget, open_door_target
 
     if options.url is not None:
         key = _key(options.key_file) if options.key_file else None
-        async with open_door_target(options.url, key, options.model) as door:
-            yield door
+        async with open_door_target(options.url, key) as door:
+            if options.model is not None:
+                yield door, dict.fromkeys(models, options.model)
+            else:
+                found = served_models(models, await door.models())
+                yield door, {name: each.name for name, each in found.items()}
     elif options.nodes is not None:
         report("loading the ring")
         async with _local(options, chosen, options.nodes) as target:
-            yield target
+            yield target, {}
     else:
         if not is_running(chosen):
             command = start_command(socket_path(chosen))
             hint = f"start one with `{command}`, or give `--url` or `--nodes`"
             raise UserError("There is no running node to replay the trace on", hint=hint)
         client = NodeClient(socket_path(chosen))
-        yield BackendTarget(client, asked_name(options.model, await client.models()))
+        yield BackendTarget(client), asked_names(options.model, models, await client.models())
 
 
-def asked_name(model: str | None, served: "Sequence[ModelStatus]") -> str:
-    """Return the name by which to ask for a model, or for the first one; empty if it has no key."""
+def asked_names(
+    model: str | None, models: "Sequence[str]", served: "Sequence[ModelStatus]"
+) -> dict[str, str]:
+    """Return the name by which to ask a node for each model of a trace, or for ``model`` instead.
+
+    It is empty for a model without a key.
+    """
     from meshllm.status import find_model
 
-    if model is None and not served:
+    if not served:
         raise MeshError("The node serves no model yet", hint="see `meshllm ring status`")
-    if found := served[0] if model is None else find_model(served, model):
-        return found.name if found.providers or found.key else ""
-    hint = f"served: {', '.join(f'`{each.name}`' for each in served) or 'nothing yet'}"
-    raise UserError(f"The model `{model}` is not served", hint=hint)
+    if model is None:
+        found = served_models(models, served)
+    elif only := find_model(served, model):
+        found = dict.fromkeys(models, only)
+    else:
+        raise UserError(f"The model `{model}` is not served", hint=_served(served))
+    return {name: each.name if each.providers or each.key else "" for name, each in found.items()}
+
+
+def served_models(
+    models: "Sequence[str]", served: "Sequence[ModelStatus]"
+) -> dict[str, "ModelStatus"]:
+    """Return the served model that each model of a trace names; an empty name is the first.
+
+    Raises:
+        UserError: some of them are not served.
+    """
+    from meshllm.status import find_model
+
+    found = {name: find_model(served, name) if name else served[0] for name in models}
+    if missing := [name for name, each in found.items() if each is None]:
+        listed = ", ".join(f"`{each[:MAX_NAME]}`" for each in missing[:MAX_NAMED])
+        more = f" and {len(missing) - MAX_NAMED} more" * (len(missing) > MAX_NAMED)
+        raise UserError(
+            f"The trace names {counted(len(missing), 'model')} that"
+            f" {'is' if len(missing) == 1 else 'are'} not served: {listed}{more}",
+            hint=f"{_served(served)}; `--model NAME` sends all requests to one",
+        )
+    return {name: each for name, each in found.items() if each is not None}
+
+
+def _served(served: "Sequence[ModelStatus]") -> str:
+    return f"served: {', '.join(f'`{each.name}`' for each in served)}"
 
 
 @asynccontextmanager
