@@ -7,7 +7,8 @@ model gets a pool of good sets, and the solver chooses one set of each pool, suc
 the machines and the sum of the costs is least. A pool is grown replica by replica: of sets that use
 the same machines the best is kept, and of those with as many replicas and machines the `KEPT` best.
 
-One thread, a fixed seed and a limit of deterministic time give the same answer on every machine.
+One thread, a fixed seed and a limit of deterministic time give the same answer on every machine
+that has the same version of the solver.
 """
 
 from importlib.util import find_spec

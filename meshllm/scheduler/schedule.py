@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from math import inf
 
 from meshllm.errors import ModelError
@@ -23,6 +24,17 @@ queue of one draw says little."""
 
 _FINALISTS = 6
 _NEAR = 1.25  # times the mean time of the best one, by one draw
+
+
+class Searched(StrEnum):
+    """How placements were found, on which depends whether another machine finds the same."""
+
+    EXACT = "exact"
+    """All were compared: the same on every machine."""
+    LOCAL = "local"
+    """Many were compared: the same on every machine without the solver."""
+    SOLVER = "solver"
+    """Many were compared, and what the solver found: the same where its version is the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +74,11 @@ class Schedule:
     """The best one that lacks a replica of the chosen one; None if there is no other."""
     proportional: Assessment
     """The placement by memory alone."""
+    searched: Searched
 
 
 def schedule(workload: Workload, requests: Sequence[Arrival] | None = None) -> Schedule:
-    """Choose a placement; the same on every machine.
+    """Choose a placement; the same on machines that search in the same way, see `Searched`.
 
     Requests, in order of time, are drawn from the loads of the models if none are given.
 
@@ -74,7 +87,8 @@ def schedule(workload: Workload, requests: Sequence[Arrival] | None = None) -> S
     """
     asked = _requests(workload, requests)
     options = Options(workload)
-    found = finalists(options)
+    good, searched = candidates(options)
+    found = finalists(options, good)
     by_memory = assess(workload, memory_proportional(workload), asked)
     assessed = [assess(workload, [options.all[at] for at in each.chosen], asked) for each in found]
     ranking = sorted([*assessed, by_memory], key=lambda each: each.mean_s)
@@ -84,7 +98,7 @@ def schedule(workload: Workload, requests: Sequence[Arrival] | None = None) -> S
         ranking = _by_more_draws(workload, ranking)
     best = ranking[0]
     others = [each for each in ranking if _spans(each) != _spans(best)]
-    return Schedule(best, others[0] if others else None, by_memory)
+    return Schedule(best, others[0] if others else None, by_memory, searched)
 
 
 def one_more(
@@ -99,18 +113,25 @@ def one_more(
         options = Options(replace(workload, kinds=tuple(kinds)))
         assessed = [
             assess(options.workload, [options.all[at] for at in each.chosen], asked)
-            for each in finalists(options)
+            for each in finalists(options, candidates(options)[0])
         ]
         better = min([best, *assessed], key=lambda each: each.mean_s)
         found.append(OneMore(kind.name, better.mean_s, better.tokens_per_s))
     return found
 
 
-def finalists(options: Options) -> list[Found]:
-    """Search for good placements: the best one, and the best ones without one of its replicas."""
-    found = search(options)
-    if len(found) > 1 and is_installed():
-        found = sorted([*found, *search_by_solver(options)], key=order)
+def candidates(options: Options) -> tuple[list[Found], Searched]:
+    """Search for good placements, the best one first; by the solver too where it is installed."""
+    found, is_exact = search(options)
+    if is_exact:
+        return found, Searched.EXACT
+    if not is_installed():
+        return found, Searched.LOCAL
+    return sorted([*found, *search_by_solver(options)], key=order), Searched.SOLVER
+
+
+def finalists(options: Options, found: Sequence[Found]) -> list[Found]:
+    """Return the best of these placements, and the best ones without one of its replicas."""
     best, *others = found
     for at in sorted(set(best.chosen)):
         rest, kept = options.without(at), tuple(each for each in best.chosen if each != at)

@@ -44,9 +44,10 @@ class Found:
     """Places of the replicas in `Options.all`, in ascending order."""
 
 
-def search(options: Options) -> list[Found]:
-    """Return good sets of replicas, the best one first."""
-    return search_exactly(options) or search_locally(options)
+def search(options: Options) -> tuple[list[Found], bool]:
+    """Return good sets of replicas, the best one first, and whether all sets were compared."""
+    found = search_exactly(options)
+    return (found, True) if found else (search_locally(options), False)
 
 
 def search_exactly(options: Options) -> list[Found]:

@@ -5,7 +5,7 @@ import pytest
 from meshllm.scheduler import cp_sat, schedule
 from meshllm.scheduler.cp_sat import is_installed, pool_of, search_by_solver
 from meshllm.scheduler.options import Options
-from meshllm.scheduler.schedule import finalists
+from meshllm.scheduler.schedule import Searched, candidates, finalists
 from meshllm.scheduler.search import Found, search, search_exactly, search_locally
 from tests.builders.meshes import A100, LLAMA_8B, LLAMA_13B, mesh, random_mesh, served
 
@@ -40,12 +40,31 @@ def test_a_pool_begins_with_no_replica_and_never_gets_worse_with_machines() -> N
 def test_what_the_solver_finds_is_among_the_finalists(monkeypatch: pytest.MonkeyPatch) -> None:
     options = Options(random_mesh(29))
     assert search_exactly(options) == []
-    known = search(options)[0]
+    known = search(options)[0][0]
     better = Found(known.mean_s / 2, known.chosen[:-1])
     monkeypatch.setattr(schedule, "is_installed", lambda: True)
     monkeypatch.setattr(schedule, "search_by_solver", lambda _: [better])
 
-    assert finalists(options)[0] == better
+    found, searched = candidates(options)
+    assert finalists(options, found)[0] == better
+    assert searched is Searched.SOLVER
+
+
+def test_a_local_search_says_that_no_solver_took_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = Options(random_mesh(29))
+    monkeypatch.setattr(schedule, "is_installed", lambda: False)
+
+    assert candidates(options) == (search_locally(Options(random_mesh(29))), Searched.LOCAL)
+
+
+@pytest.mark.parametrize("is_installed", [False, True])
+def test_an_exact_search_needs_no_solver(
+    is_installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = Options(random_mesh(0, kinds=2, count=2, models=2))
+    monkeypatch.setattr(schedule, "is_installed", lambda: is_installed)
+
+    assert candidates(options) == (search_exactly(options), Searched.EXACT)
 
 
 @needs_solver

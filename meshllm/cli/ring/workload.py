@@ -10,7 +10,7 @@ from meshllm.cli.terminal import render
 from meshllm.names import Quant
 from meshllm.scheduler.placement import ReplicaOption
 from meshllm.scheduler.reasons import why_slower
-from meshllm.scheduler.schedule import Assessment, OneMore, Schedule, one_more, schedule
+from meshllm.scheduler.schedule import Assessment, OneMore, Schedule, Searched, one_more, schedule
 from meshllm.scheduler.simulator import Latencies
 
 _REPLICAS = ("model", "replicas", "machines", "layers", "requests/s each", "KV tokens")
@@ -18,6 +18,15 @@ _MODELS = (
     "model", "asked/s", "refused", "first token s", "95 %", "ms per token", "95 %",
     "request s", "95 %",
 )  # fmt: skip
+
+_SEARCHED = {
+    Searched.EXACT: "search: exact",
+    Searched.LOCAL: "search: local; machines with `meshllm[plan]` may find another placement",
+    Searched.SOLVER: (
+        "search: local and by OR-tools; machines without `meshllm[plan]`, or with another version"
+        " of OR-tools, may find another placement"
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +67,7 @@ class WorkloadReport:
                 }
                 for each in self.more
             ],
+            "searched": self.found.searched.value,
             "assumed": list(self.spec.assumed),
         }
 
@@ -79,6 +89,7 @@ class WorkloadReport:
                     f" ({each.mean_s / best.mean_s - 1:+.0%})"
                     for each in self.more
                 ),
+                _SEARCHED[self.found.searched],
                 *(f"assumed: {each}" for each in self.spec.assumed),
             ]
         )

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from meshllm.scheduler.search import search_locally
 from tests.builders.fake_client import FakeClient
 from tests.builders.status import status_of, with_ring
 from tests.builders.workloads import PAIR, mesh_with_costs, without_load
@@ -28,6 +29,7 @@ def test_a_workload_is_placed_and_explained(meshllm: Invoke, pair: Path) -> None
     assert "\nby memory alone, " in text
     assert "\none more desktop: " in text
     assert "\none more laptop: " in text
+    assert "\nsearch: exact\n" in text
     assert text.endswith("assumed: links without a latency have 0.5 ms\n")
 
 
@@ -50,8 +52,26 @@ def test_json_has_the_placement_the_predictions_and_the_alternatives(
     for other in (plan["runner_up"], plan["by_memory"]):
         assert other["request_s"] >= best["request_s"]
         assert other["reason"]
+    assert plan["searched"] == "exact"
     assert [each["machine"] for each in plan["one_more"]] == ["desktop", "laptop"]
     assert all(each["request_s"] <= best["request_s"] for each in plan["one_more"])
+
+
+@pytest.mark.parametrize(
+    ("is_installed", "said"),
+    [(False, "machines with `meshllm[plan]`"), (True, "machines without `meshllm[plan]`")],
+)
+def test_a_placement_that_other_machines_may_not_find_is_told_as_such(
+    meshllm: Invoke, pair: Path, is_installed: bool, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshllm.scheduler.search.MOST_SETS", 0)  # too many for the exact search
+    monkeypatch.setattr("meshllm.scheduler.schedule.is_installed", lambda: is_installed)
+    monkeypatch.setattr("meshllm.scheduler.schedule.search_by_solver", search_locally)
+
+    text = meshllm("ring", "plan", "--workload", str(pair)).stdout
+
+    (line,) = [each for each in text.splitlines() if each.startswith("search: ")]
+    assert said in line
 
 
 def test_models_that_do_not_fit_exit_4(meshllm: Invoke, pair: Path) -> None:
