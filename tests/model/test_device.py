@@ -362,7 +362,7 @@ def test_each_device_has_its_own_speed(
 
 
 def test_timing_waits_for_the_gpu(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "_step_seconds", lambda *_: {})
+    monkeypatch.setattr(timing, "_step_seconds", lambda *_: ({}, None))
 
     with pretended(monkeypatch) as traffic, torch.inference_mode():
         timing._layer_seconds(source, torch.float32, Quant.NONE, GPU)

@@ -82,13 +82,11 @@ def unwinding_on_signals() -> Iterator[None]:
             signal.signal(each, end)
     try:
         yield
-    except BaseException as error:  # what is closed on the way out may fail, too
-        if code is not None:
-            raise SystemExit(code) from error
-        raise
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
+        if code is not None:  # whatever else was raised on the way out, or nothing
+            raise SystemExit(code)
 
 
 @contextmanager

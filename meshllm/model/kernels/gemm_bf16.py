@@ -14,18 +14,19 @@ summation. In each order a row is row-invariant:
   bias. A block of weights is transposed once, so that each lane of a vector is an output.
 """
 
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
 from llvmlite import ir
 from torch import Tensor
 
+from meshllm.model.hardware import uncached_bytes
 from meshllm.model.kernels.ir import FLOAT, HALF, INT, LANES, WORD, Code
 from meshllm.model.kernels.jit import RUN, JitFunction, registers, scratch
-from meshllm.model.kernels.measured import Times
-from meshllm.model.kernels.prefetch import MEASURED_BYTES, Multiply, claim, reading_times
+from meshllm.model.kernels.prefetch import claim, reading_times
+from meshllm.model.pages import huge_zeros
 
 GEMV_LANES = 64
 """Partial sums per output of a GEMV; the number of inputs is a multiple of this."""
@@ -38,11 +39,12 @@ MOST_ROWS = 192
 
 _GEMV_OUTPUTS = 16  # outputs of a GEMV block
 _TOGETHER = 4  # outputs that share the loads of several rows, given enough registers
-_DOT_ALONE = 3  # rows up to which the instruction is faster with one output, a single stream,
-_NEAR_BYTES = 24 << 10  # if the nearest CPU cache holds them next to the weights
-_NARROW = 768  # inputs below which the matrices of a model stay in a CPU cache,
-_LARGE = 2 << 20  # unless they have so many values or more, as an LM head may
+_DOT_ALONE = 3  # rows up to which the instruction may be faster with one output, a single stream
+_NEAR_BYTES = 24 << 10  # of such rows: the nearest CPU cache holds them next to the weights
+_NARROW = 768  # inputs below which the matrices of a model stay in a CPU cache
+_LARGE = 2 << 20  # values from which on they do not, as those of an LM head
 _MEASURED_OUTPUTS = 2048  # of a matrix that is measured
+_MEASURED_INPUTS = 1 << 16  # at most: more, which a config may say, take gigabytes
 _TILE = 6  # rows whose sums fit in registers; in a GEMM, twice as many with AVX-512
 _AHEAD = 2048  # weights; prefetch distance, larger than that of hardware prefetchers
 _PAIRS_AHEAD = 2048  # pairs of weights; the same for a single row with the instruction
@@ -83,14 +85,16 @@ class Bf16Matrix:
         self._weights = weights.data_ptr()
         self._bias = 0 if bias is None else bias.data_ptr()
 
-    def gemv(self, rows: Tensor, way: "_Way | None" = None) -> Tensor:
+    def gemv(self, rows: Tensor) -> Tensor:
         """Multiply rows [M, K] in the order of few rows, each as if alone: [M, N], bfloat16.
-
-        ``way`` is how the instruction reads them; None chooses.
 
         Raises:
             ValueError: the rows are not [M, K], not bfloat16 or not on the CPU.
         """
+        return self._multiply(rows, None)
+
+    def _multiply(self, rows: Tensor, way: "_Way | None") -> Tensor:
+        """Multiply few rows; ``way`` is how the instruction reads weights, None chooses."""
         count, outputs = self._count(rows), self._outputs
         tiles = -(-count // _TILE) or 1
         each = -(-count // tiles)
@@ -173,27 +177,21 @@ def _choose_way(rows: int, outputs: int, inputs: int) -> _Way:
     if rows > 1:
         is_alone = rows <= _DOT_ALONE and 2 * rows * inputs <= _NEAR_BYTES
         return _Way(_TOGETHER if is_wide and not is_alone else 1, has_prefetch=True)
-    if inputs < _NARROW and outputs * inputs < _LARGE:
-        return _WAYS["a stream"]
-    times = _way_times(inputs)
-    return _WAYS[min((way for way in times if is_wide or "four" not in way), key=times.__getitem__)]
+    is_small = inputs < _NARROW and outputs * inputs < _LARGE
+    if is_small or inputs > _MEASURED_INPUTS:
+        return _Way(1, has_prefetch=not is_small)
+    times = reading_times("bf16 GEMV 1", str(inputs), [*_WAYS], partial(_prepare, inputs))
+    able = (name for name, way in _WAYS.items() if is_wide or way.together == 1)
+    return _WAYS[min(able, key=times.__getitem__)]
 
 
-@cache
-def _way_times(inputs: int) -> Times:
-    """Return the times of `_WAYS` for matrices of ``inputs`` inputs."""
-    outputs = max(_TOGETHER, min(_MEASURED_OUTPUTS, MEASURED_BYTES // (2 * inputs)))
-    outputs -= outputs % _TOGETHER
-    count = max(1, MEASURED_BYTES // (2 * outputs * inputs))
-    weights = torch.full((count, outputs, inputs), 0.01, dtype=torch.bfloat16)
+def _prepare(inputs: int) -> tuple[int, Callable[[str, int], object]]:
+    """Make matrices of ``inputs`` inputs to measure, see `Prepare`."""
+    count = -(-uncached_bytes() // (2 * _MEASURED_OUTPUTS * inputs))
+    weights = huge_zeros(count, _MEASURED_OUTPUTS, inputs, dtype=torch.bfloat16).fill_(0.01)
     matrices = [Bf16Matrix(each, dot=True) for each in weights]
     row = torch.ones(1, inputs, dtype=torch.bfloat16)
-
-    def reading(way: _Way) -> Multiply:
-        return lambda number: matrices[number].gemv(row, way)
-
-    ways = {name: reading(way) for name, way in _WAYS.items()}
-    return reading_times("bf16 GEMV", str(inputs), ways, count)
+    return count, lambda name, number: matrices[number]._multiply(row, _WAYS[name])
 
 
 def _padded(rows: Tensor, count: int) -> Tensor:

@@ -18,13 +18,14 @@ above, so that a shift and a mask turn a vector of words into pairs of int16, in
 """
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 
 import torch
 from llvmlite import ir
 from torch import Tensor
 
+from meshllm.model.hardware import uncached_bytes
 from meshllm.model.kernels.gemm_int8 import GROUP as ROW_GROUP
 from meshllm.model.kernels.gemm_int8 import MEASURED, PART, quantise_rows
 from meshllm.model.kernels.ir import FLOAT, HALF, LANES, WORD, Code
@@ -33,12 +34,13 @@ from meshllm.model.kernels.prefetch import (
     AHEAD,
     FEW,
     LINE,
-    MEASURED_BYTES,
+    PREFETCHED,
     PassInfo,
     claim,
     prefetch_share,
-    reading_times,
+    prefetches,
 )
+from meshllm.model.pages import huge_zeros
 
 OUTPUTS = 64
 """Outputs of a block; four cache lines for every 8 inputs."""
@@ -93,18 +95,18 @@ def _multiply(rows: Tensor, weights: Tensor, scales: Tensor, has_prefetch: bool)
 @cache
 def _prefetches() -> bool:
     """Whether prefetches make a row faster, measured once per machine."""
+    return prefetches("int4 GEMV 1", _prepare)
+
+
+def _prepare() -> tuple[int, Callable[[str, int], object]]:
+    """Make matrices to measure, see `Prepare`."""
     inputs, outputs = MEASURED
-    count = 2 * MEASURED_BYTES // (inputs * outputs)
+    count = -(-2 * uncached_bytes() // (inputs * outputs))
     blocks, words = outputs // OUTPUTS, inputs // CODES
-    weights = torch.ones(count, blocks, words, OUTPUTS, dtype=torch.int32)
+    weights = huge_zeros(count, blocks, words, OUTPUTS, dtype=torch.int32).fill_(1)
     scales = torch.ones(blocks, words // _WORDS, OUTPUTS, 2, dtype=torch.bfloat16)
     row = torch.ones(1, inputs, dtype=torch.bfloat16)
-    ways = {
-        name: lambda number, way=way: _multiply(row, weights[number], scales, way)
-        for name, way in (("plain", False), ("prefetched", True))
-    }
-    times = reading_times("int4 GEMV", "row", ways, count)
-    return times["prefetched"] < times["plain"]
+    return count, lambda way, number: _multiply(row, weights[number], scales, way == PREFETCHED)
 
 
 def dequantise(weights: Tensor, scales: Tensor, wide: Tensor) -> None:

@@ -17,7 +17,7 @@ pass, are interleaved alike: for each pair of inputs, two values of each row.
 """
 
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import NamedTuple
 
@@ -25,18 +25,20 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
+from meshllm.model.hardware import uncached_bytes
 from meshllm.model.kernels.ir import BYTE, FLOAT, HALF, LANES, ROUND, WORD, Code
 from meshllm.model.kernels.jit import RUN, JitFunction, registers
 from meshllm.model.kernels.prefetch import (
     AHEAD,
     FEW,
     LINE,
-    MEASURED_BYTES,
+    PREFETCHED,
     PassInfo,
     claim,
     prefetch_share,
-    reading_times,
+    prefetches,
 )
+from meshllm.model.pages import huge_zeros
 
 OUTPUTS = 64
 """Outputs of a block; two cache lines for each pair of inputs."""
@@ -94,16 +96,17 @@ def _multiply(rows: Tensor, weights: Tensor, scales: Tensor, has_prefetch: bool)
 @cache
 def _prefetches() -> bool:
     """Whether prefetches make a row faster, measured once per machine."""
+    return prefetches("int8 GEMV 1", _prepare)
+
+
+def _prepare() -> tuple[int, Callable[[str, int], object]]:
+    """Make matrices to measure, see `Prepare`."""
     inputs, outputs = MEASURED
-    count = MEASURED_BYTES // (inputs * outputs)
-    weights = torch.ones(count, outputs // OUTPUTS, inputs // 2, OUTPUTS, 2, dtype=torch.int8)
+    count = -(-uncached_bytes() // (inputs * outputs))
+    shape = count, outputs // OUTPUTS, inputs // 2, OUTPUTS, 2
+    weights = huge_zeros(*shape, dtype=torch.int8).fill_(1)  # pages like those of loaded ones
     row, scales = torch.ones(1, inputs, dtype=torch.bfloat16), torch.ones(outputs)
-    ways = {
-        name: lambda number, way=way: _multiply(row, weights[number], scales, way)
-        for name, way in (("plain", False), ("prefetched", True))
-    }
-    times = reading_times("int8 GEMV", "row", ways, count)
-    return times["prefetched"] < times["plain"]
+    return count, lambda way, number: _multiply(row, weights[number], scales, way == PREFETCHED)
 
 
 class QuantisedRows(NamedTuple):

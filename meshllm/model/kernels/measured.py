@@ -28,11 +28,24 @@ def measure_once(record: tuple[str, ...], name: str, measure: Callable[[], Times
         return measure()
     key = *record, torch.__version__, llvmlite.__version__, *jit.machine()
     with locked(folder, *key):  # of two processes, one measures
-        known: dict[str, Times] = load_cached(folder, *key) or {}
+        known = _whole(load_cached(folder, *key))
         if name not in known:
             known[name] = measure()
-            store_cached(folder, dict(known), *key)
+            store_cached(folder, known, *key)
     return known[name]
+
+
+def _whole(stored: object) -> dict[str, Times]:
+    """Return what of a stored record has the seconds of candidates."""
+    if not isinstance(stored, dict):
+        return {}
+    return {
+        name: times
+        for name, times in stored.items()
+        if isinstance(times, dict)
+        and times
+        and all(isinstance(seconds, float) for seconds in times.values())
+    }
 
 
 @contextmanager

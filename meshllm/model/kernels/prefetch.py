@@ -15,12 +15,12 @@ fixed distance ahead of itself.
 
 With one or two rows there is hardly any arithmetic, and on some CPUs the hardware prefetcher reads
 a stream by itself: there prefetches only compete with it for the buffers of outstanding loads (an
-AMD EPYC of the Zen 4 kind reads bf16 weights at 33 GB/s without them, at 22 with them; one of the
-Zen 5 kind at 38 and 43, and int4 weights at 30 and 40). So each kernel is measured once per machine
-with its own weights, see `reading_times`. None of this changes a result.
+AMD EPYC of the Zen 4 kind reads bf16 weights at 33 GB/s without them, at 22 with them). On others
+they help (Zen 5: 43 GB/s with them, 38 without; int4 weights 40 and 30). So each kernel is measured
+once per machine with its own weights, see `reading_times`. None of this changes a result.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
 from typing import NamedTuple
@@ -36,15 +36,16 @@ LINE = 64  # bytes of a cache line; some CPUs fetch two at a time
 AHEAD = 1 << 14  # bytes; prefetch distance of weights that are read in a single pass
 FEW = 2
 """Rows up to which a stream of weights may be read without prefetches."""
-MEASURED_BYTES = 64 << 20
-"""Of the weights of a measurement: more than most CPU caches hold."""
+PLAIN, PREFETCHED = "plain", "prefetched"
+"""Ways to read a stream of weights."""
 
 _ROUNDS = 6
 _RUN = 1 << 19  # bytes that a thread reads in a stream, if a matrix is that large
 _RUNS = 4  # of each thread at least, so that a delayed one delays the others little
 
-Multiply = Callable[[int], object]
-"""Multiplies a row by one of the matrices of a measurement, given its number."""
+Prepare = Callable[[], tuple[int, Callable[[str, int], object]]]
+"""Makes matrices that together no CPU cache holds. Returns their number, and what multiplies a row
+in a way to read weights by one of them."""
 
 
 def claim(blocks: int, size: int, threads: int) -> int:
@@ -77,19 +78,26 @@ def prefetch_share(
         code.prefetch(code.at(following, place, BYTE), is_far=True)
 
 
-def reading_times(kernel: str, name: str, ways: Mapping[str, Multiply], count: int) -> Times:
+def prefetches(kernel: str, prepare: Prepare) -> bool:
+    """Whether prefetches make a kernel faster with a single row; about as fast, either is right."""
+    times = reading_times(kernel, "row", (PLAIN, PREFETCHED), prepare)
+    return times[PREFETCHED] < times[PLAIN]
+
+
+def reading_times(kernel: str, name: str, ways: Sequence[str], prepare: Prepare) -> Times:
     """Return the times of ways to read weights, measured once per machine.
 
-    Each multiplies a row by one of ``count`` matrices, together of `MEASURED_BYTES` or more.
+    ``kernel`` has a number, another one if the speed of the kernel changes.
     """
-    return measure_once((kernel, *ways), name, partial(_measure, ways, count))
+    return measure_once((kernel, *ways), name, partial(_measure, ways, prepare))
 
 
-def _measure(ways: Mapping[str, Multiply], count: int) -> Times:
+def _measure(ways: Sequence[str], prepare: Prepare) -> Times:
     """Multiply by all matrices in each way, in turns; return the median CPU time of one."""
     times: dict[str, list[float]] = {way: [] for way in ways}
     with torch.inference_mode(), one_thread(), jit.observe_calls(None):  # these are of no step
+        count, multiply = prepare()
         for _ in range(1 + _ROUNDS):  # the first one compiles
-            for way, multiply in ways.items():
-                times[way] += [cpu_seconds(partial(multiply, each)) for each in range(count)]
+            for way, seconds in times.items():
+                seconds += [cpu_seconds(partial(multiply, way, each)) for each in range(count)]
     return {way: median(each[count:]) for way, each in times.items()}

@@ -30,13 +30,14 @@ from meshllm.model.kernels.ir import PAIRS_FEATURE
 from meshllm.model.kernels.measured import Times, cpu_seconds, measure_once, one_thread
 from meshllm.model.modules.int8 import multiplies_matrices
 from meshllm.model.modules.probe import probe_matrix
+from meshllm.model.pages import huge_zeros
 
 FEWEST = 768
 """Inputs from which on matrices are measured."""
 MOST = 1 << 18
 """Inputs up to which they are measured: more, which a config may say, take gigabytes."""
 
-_RECORD = "linear 4"  # another number if the speed of our kernels changes
+_RECORD = "linear 5"  # another number if the speed of our kernels changes
 _OUTPUTS = 2048  # of a matrix that is measured
 _PROBED = 256  # outputs of a matrix by which orders of summation are compared
 _BYTES = 64 << 20  # of the matrices of a measurement: more than most CPU caches hold
@@ -85,7 +86,7 @@ def _times(inputs: int) -> Times:
 def _measure(inputs: int) -> dict[str, float]:
     """Multiply matrices by each kernel."""
     count = max(1, _BYTES // (2 * _OUTPUTS * inputs))
-    weights = torch.full((count, _OUTPUTS, inputs), 0.01, dtype=torch.bfloat16)
+    weights = huge_zeros(count, _OUTPUTS, inputs, dtype=torch.bfloat16).fill_(0.01)
     rows = [torch.ones(rows, inputs, dtype=torch.bfloat16) for rows in _ROWS]
     with one_thread():
         candidates = dict(_candidates(weights))

@@ -2,7 +2,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 
 import pytest
 import typer
@@ -174,6 +174,20 @@ def test_a_signal_during_a_child_task_cancels_the_main_task() -> None:
     with pytest.raises(SystemExit, match="143"), unwinding_on_signals():
         asyncio.run(measure())
     assert steps == ["not interrupted", "unwound"]
+
+
+def test_a_signal_that_is_taken_inside_ends_the_command_afterwards() -> None:
+    steps = list[str]()
+
+    async def measure() -> None:
+        with suppress(asyncio.CancelledError):
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.Event().wait()
+        steps.append("measured")
+
+    with pytest.raises(SystemExit, match="143"), unwinding_on_signals():
+        asyncio.run(measure())
+    assert steps == ["measured"]
 
 
 def test_a_signal_unwinds_a_background_job_that_ignores_ctrl_c() -> None:

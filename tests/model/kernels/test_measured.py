@@ -58,11 +58,14 @@ def test_another_processor_or_library_is_measured_again(
     assert measured.count == 2
 
 
-def test_damaged_measurements_are_repeated(folder: Path) -> None:
+@pytest.mark.parametrize(
+    "text", ["{", "[1]", '{"1024": {}}', '{"1024": [1]}', '{"1024": {"own": "1"}}']
+)
+def test_damaged_measurements_are_repeated(folder: Path, text: str) -> None:
     measured = Measured()
     measure_once(("matrix",), "1024", measured)
     (record,) = folder.glob("*.json")
-    record.write_text("{")
+    record.write_text(text)
 
     assert measure_once(("matrix",), "1024", measured) == {"own": 2.0}
     assert "1024" in json.loads(record.read_text())
@@ -80,8 +83,10 @@ def test_without_a_folder_every_call_measures(monkeypatch: pytest.MonkeyPatch) -
 
 def test_threads_are_restored() -> None:
     before = torch.get_num_threads()
-
-    with one_thread():
-        assert torch.get_num_threads() == 1
-
-    assert torch.get_num_threads() == before
+    torch.set_num_threads(2)
+    try:
+        with one_thread():
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

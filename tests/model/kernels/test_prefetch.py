@@ -3,17 +3,16 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from meshllm.model.hardware import uncached_bytes
 from meshllm.model.kernels import gemm_bf16, gemm_int4, gemm_int8, jit, prefetch
 from meshllm.model.kernels.gemm_bf16 import Bf16Matrix
 from meshllm.model.kernels.ir import LANES
-from meshllm.model.kernels.measured import Times
 from meshllm.model.modules import int4, int8
 from meshllm.model.modules.kernel_choice import has_bf16_dot
 
@@ -28,7 +27,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(jit, "private_folder", lambda: tmp_path)
     kept = [
         *(gemm_int8._prefetches, gemm_int4._prefetches),
-        *(gemm_bf16._choose_way, gemm_bf16._way_times),
+        gemm_bf16._choose_way,
     ]
     for each in kept:
         each.cache_clear()
@@ -43,8 +42,8 @@ def test_ways_are_measured_in_turns_by_the_median_of_the_rounds_after_the_first(
     asked = list[tuple[str, int, int]]()
     seconds = {"plain": 9.0, "prefetched": 8.0}
 
-    def way(name: str) -> prefetch.Multiply:
-        return lambda number: asked.append((name, number, torch.get_num_threads()))
+    def multiply(way: str, number: int) -> None:
+        asked.append((way, number, torch.get_num_threads()))
 
     def timed(run: Callable[[], object]) -> float:
         run()
@@ -54,45 +53,69 @@ def test_ways_are_measured_in_turns_by_the_median_of_the_rounds_after_the_first(
 
     monkeypatch.setattr(prefetch, "cpu_seconds", timed)
 
-    times = prefetch.reading_times("kernel", "row", {name: way(name) for name in seconds}, 2)
+    times = prefetch.reading_times("kernel", "row", [*seconds], lambda: (2, multiply))
 
     a_round = [("plain", 0, 1), ("plain", 1, 1), ("prefetched", 0, 1), ("prefetched", 1, 1)]
     assert asked == a_round * (1 + prefetch._ROUNDS)
     assert times == pytest.approx({"plain": 9.05, "prefetched": 8.05})
 
 
+def test_what_was_measured_needs_no_matrices() -> None:
+    prepare = Mock(return_value=(1, Mock()))
+
+    first, again = (
+        prefetch.reading_times("kernel", "row", ["plain", "prefetched"], prepare) for _ in range(2)
+    )
+
+    assert first == again
+    assert prepare.call_count == 1
+
+
 @pytest.mark.parametrize("module", [gemm_int8, gemm_int4])
 @pytest.mark.parametrize("helps", [False, True])
 def test_a_row_is_prefetched_if_that_is_faster(
-    monkeypatch: pytest.MonkeyPatch, module: ModuleType, helps: bool
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType, *, helps: bool
 ) -> None:
     times = {"plain": 1.0, "prefetched": 0.9 if helps else 1.1}
-    monkeypatch.setattr(module, "reading_times", lambda *_: times)
+    monkeypatch.setattr(prefetch, "reading_times", lambda *_: times)
 
     assert module._prefetches() is helps
 
 
-def test_each_kernel_is_measured_with_more_weights_than_caches_hold(
+@pytest.mark.parametrize("module", [gemm_int8, gemm_int4])
+def test_a_kernel_is_measured_with_more_weights_than_caches_hold(
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType
+) -> None:
+    multiplied = list[tuple[Tensor, bool]]()
+
+    def multiply(_row: Tensor, weights: Tensor, _scales: Tensor, has_prefetch: bool) -> None:
+        multiplied.append((weights, has_prefetch))
+
+    monkeypatch.setattr(module, "_multiply", multiply)
+    module._prefetches()
+
+    a_round = multiplied[: len(multiplied) // (1 + prefetch._ROUNDS)]
+    for way in (False, True):
+        weights = {each.data_ptr(): each.nbytes for each, is_way in a_round if is_way is way}
+        assert sum(weights.values()) >= uncached_bytes()
+
+
+@pytest.mark.skipif(not has_bf16_dot(), reason="no instruction for pairs of bf16 here")
+def test_ways_of_bf16_are_measured_with_more_weights_than_caches_hold(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    multiplied, multiply = list[int](), Bf16Matrix._multiply
+
+    def note(matrix: Bf16Matrix, rows: Tensor, way: gemm_bf16._Way) -> Tensor:
+        multiplied.append(matrix._weights)
+        return multiply(matrix, rows, way)
+
     monkeypatch.setattr(prefetch, "_ROUNDS", 1)
-    made = dict[str, int]()
-    times = prefetch.reading_times
+    monkeypatch.setattr(Bf16Matrix, "_multiply", note)
 
-    def reading(kernel: str, name: str, ways: dict[str, prefetch.Multiply], count: int) -> Times:
-        made[kernel] = count
-        return times(kernel, name, ways, count)
+    assert gemm_bf16._choose_way(1, 64, 1024) in gemm_bf16._WAYS.values()
 
-    kinds: list[ModuleType] = [gemm_int8, gemm_int4]
-    for module in (*kinds, gemm_bf16):
-        monkeypatch.setattr(module, "reading_times", reading)
-
-    for module in kinds:
-        assert module._prefetches() in {False, True}
-    assert made == {"int8 GEMV": 32, "int4 GEMV": 64}  # of 2 and 1 MiB
-    if has_bf16_dot():
-        assert set(gemm_bf16._way_times(1024)) == set(gemm_bf16._WAYS)
-        assert made["bf16 GEMV"] == 16  # of 4 MiB
+    assert len(set(multiplied)) * 2 * 2048 * 1024 >= uncached_bytes()
 
 
 @pytest.mark.parametrize(
@@ -108,13 +131,14 @@ def test_each_kernel_is_measured_with_more_weights_than_caches_hold(
         (3, 64, 4160, "together"),
         (4, 64, 64, "together"),
         (4, 63, 64, "prefetched"),  # not in fours
+        (1, 64, (1 << 16) + 64, "prefetched"),  # would take gigabytes
     ],
 )
 def test_how_rows_are_read(
     monkeypatch: pytest.MonkeyPatch, rows: int, outputs: int, inputs: int, way: str
 ) -> None:
     measured = Mock(return_value={"a stream": 3.0, "four streams": 1.0, "a stream, prefetched": 2})
-    monkeypatch.setattr(gemm_bf16, "_way_times", measured)
+    monkeypatch.setattr(gemm_bf16, "reading_times", measured)
     monkeypatch.setattr(gemm_bf16, "registers", lambda: 32)
 
     found = gemm_bf16._choose_way(rows, outputs, inputs)
@@ -131,29 +155,10 @@ def test_four_streams_need_their_outputs_and_registers(
     monkeypatch: pytest.MonkeyPatch, outputs: int, registers: int
 ) -> None:
     times = {"a stream": 3.0, "four streams": 1.0, "a stream, prefetched": 2.0}
-    monkeypatch.setattr(gemm_bf16, "_way_times", lambda _: times)
+    monkeypatch.setattr(gemm_bf16, "reading_times", lambda *_: times)
     monkeypatch.setattr(gemm_bf16, "registers", lambda: registers)
 
     assert gemm_bf16._choose_way(1, outputs, 1024) == (1, True)
-
-
-def test_absurdly_many_inputs_are_measured_within_the_bytes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    reading = Mock(return_value={})
-    monkeypatch.setattr(gemm_bf16, "reading_times", reading)
-    full = torch.full
-    sizes = list[tuple[int, ...]]()
-
-    def filled(size: tuple[int, ...], *what: Any, **options: Any) -> Tensor:
-        sizes.append(size)
-        return full((1, 4, 64), *what, **options)
-
-    monkeypatch.setattr(torch, "full", filled)
-    gemm_bf16._way_times(1 << 20)
-
-    assert sizes == [(1, 32, 1 << 20)]
-    assert reading.call_args.args[-1] == 1
 
 
 def products(x: Tensor, weight: Tensor) -> list[Tensor]:
@@ -190,7 +195,7 @@ def test_ways_to_read_change_no_bit(rows: int, bias: Tensor | None) -> None:
     together = [1, 4] if jit.registers() > LANES else [1]
 
     first, *others = (
-        matrix.gemv(x, gemm_bf16._Way(outputs, has_prefetch))
+        matrix._multiply(x, gemm_bf16._Way(outputs, has_prefetch))
         for outputs in together
         for has_prefetch in (False, True)
     )
