@@ -46,6 +46,19 @@ def _warm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> list[Span]:
+    """Collect the spans of the shards that are made."""
+    random_shard, found = module._random_shard, list[Span]()
+
+    def making(skeleton: Skeleton, part: Part, **options: Any) -> Shard:
+        found.append(part.span)
+        return random_shard(skeleton, part, **options)
+
+    monkeypatch.setattr(module, "_random_shard", making)
+    return found
+
+
+@pytest.fixture
 def source(llama: Path) -> Source:
     return open_folder("llama", llama)
 
@@ -414,7 +427,11 @@ def test_a_part_of_a_large_head_is_timed(
 
 @pytest.mark.parametrize(("layers", "timed"), [(99, 6), (3, 3), (0, 1)])
 def test_where_little_memory_is_free_fewer_layers_are_timed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layers: int, timed: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    spans: list[Span],
+    layers: int,
+    timed: int,
 ) -> None:
     source = tiny_model(tmp_path, "llama")
     sizes = module._sizes(build(source.config, torch.bfloat16))
@@ -422,13 +439,6 @@ def test_where_little_memory_is_free_fewer_layers_are_timed(
     monkeypatch.setattr(module, "memory_budget", lambda **_: 4 * layers * sizes[0] + 3)
     monkeypatch.setattr(module, "_LEAST_BYTES", 0)
     monkeypatch.setattr(module, "_typical", lambda seconds, rows, _: seconds(rows))
-    random_shard, spans = module._random_shard, list[Span]()
-
-    def making(skeleton: Skeleton, part: Part, **options: Any) -> Shard:
-        spans.append(part.span)
-        return random_shard(skeleton, part, **options)
-
-    monkeypatch.setattr(module, "_random_shard", making)
     with torch.inference_mode():
         module._step_seconds(source, torch.bfloat16, Quant.NONE, CPU, [1])
         head = module._head_seconds(source, torch.bfloat16, Quant.NONE)
@@ -476,18 +486,11 @@ def test_one_shard_is_timed_at_a_time(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_layer_that_is_timed_alone_is_made_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spans: list[Span]
 ) -> None:
     source = tiny_model(tmp_path, "llama")
     monkeypatch.setattr(module, "_STEP_BYTES", 1)
     monkeypatch.setattr(module, "_LEAST_BYTES", 0)
-    random_shard, spans = module._random_shard, list[Span]()
-
-    def making(skeleton: Skeleton, part: Part, **options: Any) -> Shard:
-        spans.append(part.span)
-        return random_shard(skeleton, part, **options)
-
-    monkeypatch.setattr(module, "_random_shard", making)
     with torch.inference_mode():
         table = module._layer_seconds(source, torch.bfloat16, Quant.NONE)
 
