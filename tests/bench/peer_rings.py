@@ -27,11 +27,13 @@ from meshllm.bench.fleet import Fleet, open_fleet
 from meshllm.bench.ring_table import DIMENSIONS, NUMBER_TOKENS, WORD, random_model
 from meshllm.names import Quant
 from meshllm.request import Request
+from tests.bench.conditions import conditions, load_of_others, progress
 from tests.bench.gguf_file import write_gguf
-from tests.bench.peers import conditions, load_of_others, progress
+from tests.bench.goals import LLAMA, RINGS_LEAST, Verdict
 from tests.bench.report import Report, parser_of
 
 SERVER, BENCH = "ggml-rpc-server", "llama-bench"
+RPC = f"{LLAMA} RPC"
 START_S = 30.0  # s until a server of llama.cpp listens
 
 
@@ -140,6 +142,12 @@ async def measure(folder: Path, quant: Quant, options: Namespace) -> Row:
     return Row(quant, options.nodes, own, other, other / own)
 
 
+def judge(rows: Sequence[Row]) -> Iterator[Verdict]:
+    """Hold the rows against the goal."""
+    for row in rows:
+        yield Verdict(1, f"{row.nodes} processes", row.width, RPC, row.ratio, RINGS_LEAST)
+
+
 def table(rows: Sequence[Row]) -> list[str]:
     """Lay out rows."""
     head = f"{'width':<6} {'processes':>9} {'ms/token':>9} {'llama.cpp RPC':>14} {'speed':>7}"
@@ -150,8 +158,8 @@ def table(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def main(args: Sequence[str] | None = None) -> int:
-    """Measure and print."""
+def parse(args: Sequence[str] | None = None) -> Namespace:
+    """Parse the command line; end with an error if llama.cpp is not there."""
     parser = parser_of("peer_rings", __doc__)
     parser.add_argument("--model", default="qwen3-0.6b", choices=DIMENSIONS)
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
@@ -162,22 +170,32 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--quants", type=lambda text: [Quant(each) for each in text.split(",")])
     parser.add_argument("--llama", type=Path, help="folder of llama-bench and ggml-rpc-server")
     options = parser.parse_args(args)
+    options.quants = options.quants or list(Quant)
     if options.llama is None:
         found = shutil.which(BENCH)
         if found is None:
             parser.error("llama.cpp is not on the PATH: name its folder with `--llama`")
         options.llama = Path(found).parent
+    return options
+
+
+def measure_all(options: Namespace) -> list[Row]:
+    """Measure each width."""
+    with random_model(options.model, torch.bfloat16, options.layers) as folder:
+        return [asyncio.run(measure(folder, quant, options)) for quant in options.quants]
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Measure and print."""
+    options = parse(args)
     report = Report(options, 1)
-    with (
-        random_model(options.model, torch.bfloat16, options.layers) as folder,
-        load_of_others() as others,
-    ):
-        rows = [
-            asyncio.run(measure(folder, quant, options)) for quant in options.quants or list(Quant)
-        ]
+    with load_of_others() as others:
+        rows = measure_all(options)
     about = conditions(options, others)
-    report.say(*(f"{name}: {value}" for name, value in about.items()), *table(rows))
-    report.write(rows, **about)
+    goals = list(judge(rows))
+    lines = (f"{name}: {value}" for name, value in about.items())
+    report.say(*lines, *table(rows), *map(str, goals))
+    report.write(rows, **about, goals=goals)
     return 0
 
 

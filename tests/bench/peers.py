@@ -5,7 +5,9 @@ every task, in random order; what is compared are lower quartiles over the round
 other programs changes least, and that load is printed. Contestants are meshllm's engine with plain,
 int8 and int4 weights, transformers, and llama.cpp with the same widths where ``llama-bench`` is in
 ``--llama FOLDER`` or on the PATH and the package ``gguf`` is installed. All of its matrices have
-the format, also the table of tokens; several sessions need ``llama-batched-bench``.
+the format, also the table of tokens; several sessions need ``llama-batched-bench``. With its
+``ggml-rpc-server``, rings of two processes follow, see `tests.bench.peer_rings`. At the end, ratios
+are held against the `GOALS`.
 
 ``--cpu-time`` compares the CPU time of one thread, which does not grow while other programs have
 the core. That of llama.cpp is what a longer run takes more than a shorter one; it is left out for
@@ -13,7 +15,6 @@ several sessions.
 """
 
 import json
-import os
 import random
 import resource
 import shutil
@@ -23,7 +24,6 @@ import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,16 +33,18 @@ import torch
 
 from meshllm.bench.engine_table import probe, read_memory
 from meshllm.bench.engines import CONTEXT, Engine, EngineTask, Forward, open_node, open_stock
-from meshllm.bench.machine import commit, processor
 from meshllm.bench.ring_table import DIMENSIONS, TRANSFORMERS, random_model
 from meshllm.errors import ModelError
 from meshllm.model.device import CPU
 from meshllm.model.files.source import open_folder
 from meshllm.names import Quant
+from tests.bench import peer_rings
+from tests.bench.conditions import conditions, load_of_others, lower_quartile, progress
 from tests.bench.gguf_file import write_gguf
+from tests.bench.goals import LLAMA, MESHLLM, Row, judge
 from tests.bench.report import Report, counts, parser_of
 
-LLAMA, BENCH = "llama.cpp", "llama-bench"
+BENCH = "llama-bench"
 STEPS = 8  # decode steps of a turn
 MORE_STEPS = 64  # of a longer run of llama.cpp
 MORE_PROMPTS = 4  # the same
@@ -194,25 +196,6 @@ def seconds_of(task: EngineTask, text: str) -> float:
     return (task.rows if task.kind == "prefill" else 1) / speed
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One contestant in one task."""
-
-    threads: int
-    task: str
-    width: str
-    name: str
-    ms: float
-    """Lower quartile: of the prompt, or of a step."""
-    tokens_per_second: float
-    of_transformers: float | None
-    """Speed against transformers in bfloat16."""
-    of_llama: float | None
-    """Speed against llama.cpp with the same width."""
-    of_limit: float | None
-    """Fraction of the memory bandwidth limit, of a step of one session."""
-
-
 Times = dict[tuple[int, EngineTask, str, str], list[float]]
 """Seconds by threads, task, width and name."""
 
@@ -260,47 +243,6 @@ def summarise(
     return [row(*key) for key in best]
 
 
-def lower_quartile(values: Sequence[float]) -> float:
-    """Return the value below which a quarter of them are."""
-    return sorted(values)[(len(values) - 1) // 4]
-
-
-@contextmanager
-def load_of_others() -> Iterator[list[float]]:
-    """Yield a list that gets the cores which other programs used inside the block."""
-    found: list[float] = []
-    begin, used, own = time.perf_counter(), _busy_s(), _own_s()
-    yield found
-    spent = time.perf_counter() - begin
-    if used is not None and (now := _busy_s()) is not None:
-        found.append(max(0.0, now - used - (_own_s() - own)) / spent)
-
-
-def conditions(options: Namespace, others: Sequence[float], **found: object) -> dict[str, object]:
-    """Return what a table says about the machine and the model; ``others`` of `load_of_others`."""
-    return {
-        "processor": processor(),
-        "commit": commit(),
-        "others": round(others[0], 2) if others else None,
-        **found,
-        "model": options.model,
-        "layers": options.layers,
-    }
-
-
-def _busy_s() -> float | None:
-    """Return the seconds that all cores were busy since the start; None if unknown."""
-    with suppress(OSError):
-        fields = Path("/proc/stat").read_text("utf-8").split()[1:9]
-        ticks = [int(each) for each in fields]
-        return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")  # idle and waiting
-    return None
-
-
-def _own_s() -> float:
-    return sum(os.times()[:4])
-
-
 def line_up(folder: Path, options: Namespace, report: Callable[[str], None]) -> Iterator[Peer]:
     """Load the contestants."""
     source = open_folder(folder.name, folder)
@@ -313,7 +255,7 @@ def line_up(folder: Path, options: Namespace, report: Callable[[str], None]) -> 
         except ModelError as error:  # this machine has no kernel for it
             report(f"without {quant}: {error}")
             continue
-        yield InProcess("meshllm", quant, engine, clock)
+        yield InProcess(MESHLLM, quant, engine, clock)
     if options.llama is None:
         return
     for quant in options.quants:
@@ -398,13 +340,25 @@ def main(args: Sequence[str] | None = None) -> int:
     rows = summarise(times, sizes, {} if options.cpu_time else limits)
     about = conditions(options, others, gb_per_s=limits)
     report.say(*(f"{name}: {value}" for name, value in about.items()), *table(rows))
-    report.write(rows, **about)
+    goals = list(judge(rows))
+    rings = measure_rings(options)
+    if rings:
+        report.say(*peer_rings.table(rings))
+        goals += peer_rings.judge(rings)
+    report.say(*map(str, goals))
+    report.write(rows, **about, rings=rings, goals=goals)
     return 0
 
 
-def progress(text: str) -> None:
-    """Tell on stderr what is done now."""
-    print(text, file=sys.stderr, flush=True)
+def measure_rings(options: Namespace) -> list[peer_rings.Row]:
+    """Measure rings of two processes, unless llama.cpp has no RPC or one process is asked for."""
+    has_servers = options.llama and (options.llama / peer_rings.SERVER).exists()
+    if not has_servers or options.quick or options.cpu_time:
+        return []
+    given = ["--model", options.model, "--llama", str(options.llama)]
+    given += [] if options.layers is None else ["--layers", str(options.layers)]
+    ring_options = peer_rings.parse([*given, "--quants", ",".join(options.quants)])
+    return peer_rings.measure_all(ring_options)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from meshllm.model.kernels.program import Call, Program
 from meshllm.model.steps import compiled_step
 from meshllm.model.steps.lowering import calls_for
 from meshllm.names import Quant
-from tests.bench.peers import conditions, load_of_others, lower_quartile
+from tests.bench.conditions import conditions, load_of_others, lower_quartile
 from tests.bench.report import Report, counts, parser_of
 
 STEPS = 40

@@ -3,7 +3,7 @@
 import json
 import re
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,13 +18,12 @@ from meshllm.bench.machine import commit, processor
 from meshllm.bench.ring_table import TRANSFORMERS, random_model
 from meshllm.errors import ModelError
 from meshllm.names import Quant
-from tests.bench import gguf_file, peers
+from tests.bench import conditions, gguf_file, peer_rings, peers
+from tests.bench.conditions import load_of_others, lower_quartile
+from tests.bench.goals import LLAMA, Row, judge
 from tests.bench.peers import (
-    LLAMA,
     Llama,
     command_of,
-    load_of_others,
-    lower_quartile,
     main,
     seconds_of,
     summarise,
@@ -120,6 +119,53 @@ def test_rows_have_ratios_of_the_same_threads_and_width() -> None:
     assert "4.00x" in next(line for line in lines if "meshllm" in line)
 
 
+def test_ratios_are_held_against_the_goals() -> None:
+    rows = [
+        Row(2, "decode 1", "int8", "meshllm", 20.0, 50.0, 4.0, 1.2, 0.8),
+        Row(2, "decode 1", "int4", "meshllm", 16.0, 62.5, 5.0, None, 0.6),
+        Row(2, "decode 1", "int8", LLAMA, 24.0, 41.7, 3.3, 1.0, 0.6),
+        Row(2, "prefill 256", "none", "meshllm", 500.0, 512.0, 0.99, 1.0, None),
+        Row(2, "decode 4", "none", "meshllm", 30.0, 133.3, 2.0, 1.0, None),
+    ]
+
+    found = {(each.task, each.width, each.against): each.is_met for each in judge(rows)}
+
+    assert found == {
+        ("decode 1", "int8", LLAMA): False,
+        ("decode 1", "int8", "the limit"): True,
+        ("decode 1", "int4", "int8"): True,
+        ("decode 1", "int4", "the limit"): True,
+        ("prefill 256", "none", LLAMA): True,
+        ("prefill 256", "none", TRANSFORMERS): False,
+    }
+    (missed,) = [str(each) for each in judge(rows) if each.against == LLAMA and not each.is_met]
+    assert " ".join(missed.split()) == "2 decode 1 int8 1.200 of llama.cpp goal 1.30 missed"
+
+
+def test_rings_follow_where_llama_has_servers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    row = peer_rings.Row("int8", 2, 20.0, 25.0, 1.25)
+    asked: list[Namespace] = []
+
+    def measure_all(options: Namespace) -> list[peer_rings.Row]:
+        asked.append(options)
+        return [row]
+
+    monkeypatch.setattr(peer_rings, "measure_all", measure_all)
+    given = {"model": "tiny", "layers": 2, "quants": [Quant.INT8], "llama": tmp_path}
+    options = Namespace(**given, quick=False, cpu_time=False)
+
+    assert peers.measure_rings(options) == []
+    (tmp_path / peer_rings.SERVER).touch()
+    assert peers.measure_rings(options) == [row]
+    assert peers.measure_rings(Namespace(**given, quick=True, cpu_time=False)) == []
+
+    (asked_for,) = asked
+    assert (asked_for.model, asked_for.layers, asked_for.quants) == ("tiny", 2, [Quant.INT8])
+    assert [each.is_met for each in peer_rings.judge([row])] == [True]
+
+
 def test_a_quarter_of_the_values_is_not_above_the_lower_quartile() -> None:
     assert lower_quartile([5.0]) == 5.0
     assert lower_quartile([4.0, 3.0, 2.0, 1.0, 5.0]) == 2.0
@@ -128,9 +174,9 @@ def test_a_quarter_of_the_values_is_not_above_the_lower_quartile() -> None:
 def test_the_load_of_others_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     busy, own = iter([10.0, 30.0]), iter([1.0, 6.0])
     clock = SimpleNamespace(perf_counter=iter([0.0, 5.0]).__next__)
-    monkeypatch.setattr(peers, "_busy_s", lambda: next(busy))
-    monkeypatch.setattr(peers, "_own_s", lambda: next(own))
-    monkeypatch.setattr(peers, "time", clock)
+    monkeypatch.setattr(conditions, "_busy_s", lambda: next(busy))
+    monkeypatch.setattr(conditions, "_own_s", lambda: next(own))
+    monkeypatch.setattr(conditions, "time", clock)
 
     with load_of_others() as others:
         pass
@@ -154,7 +200,8 @@ def test_a_run_without_llama_prints_a_table(
 
     lines, report = capsys.readouterr().out.splitlines(), json.loads(file.read_text())
     assert sum("meshllm" in line for line in lines) == 6
-    assert sum("transformers" in line for line in lines[7:]) == 3
+    assert sum(" transformers " in line for line in lines[7:] if "goal" not in line) == 3
+    assert any("prefill 8" in line and " of transformers " in line for line in lines)
     assert (report["processor"], report["commit"]) == (processor(), commit())
     assert {f"processor: {processor()}", f"commit: {commit()}"} <= {*lines}
     assert {row["width"] for row in report["rows"]} == {"none", "int8"}
