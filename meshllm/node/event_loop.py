@@ -11,13 +11,21 @@ A timeout of a task, see `asyncio.timeout`, still wins over what its task awaits
 
 import asyncio
 import selectors
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 LATE_S = 1.0  # s by which a timer is late only if this process was stopped, or hung
 
 T = TypeVar("T")
+
+
+class OffLoop(Protocol):
+    """Runs blocking work in a thread, as `asyncio.to_thread`; a simulation may replace it."""
+
+    def __call__(self, function: Callable[..., T], /, *args: Any) -> Awaitable[T]:
+        """Return an awaitable of the result; if cancelled, the function still runs to its end."""
+        ...
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:

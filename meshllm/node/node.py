@@ -36,6 +36,7 @@ from meshllm.node.agreement.own_state import OwnState
 from meshllm.node.agreement.ring_directory import RingDirectory
 from meshllm.node.agreement.ring_server import NodeParts
 from meshllm.node.agreement.ring_service import RingService
+from meshllm.node.event_loop import OffLoop
 from meshllm.node.founding import with_own_entry
 from meshllm.node.lifetime import Lifetime
 from meshllm.node.membership.admission import MemberAdmission
@@ -54,7 +55,6 @@ from meshllm.node.net.endpoints import Endpoints, open_endpoints
 from meshllm.node.net.mesh_link import MeshLinks
 from meshllm.node.net.peer_address import Machine, machine_secret
 from meshllm.node.net.secure import SecureLink
-from meshllm.node.offloop import OffLoop
 from meshllm.node.options import FIRST_MODEL, NodeOptions
 from meshllm.node.provider import Provider
 from meshllm.node.requests.request_json import REQUEST_BYTES

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TypeAlias
 
 from meshllm.names import GroupId, NodeId
-from meshllm.node.offloop import OffLoop
+from meshllm.node.event_loop import OffLoop
 from meshllm.protocol.agreement.advice import advise
 from meshllm.protocol.agreement.agreement import Agreement
 from meshllm.protocol.agreement.candidates import MeshView

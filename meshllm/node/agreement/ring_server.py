@@ -24,8 +24,8 @@ from meshllm.node.agreement.own_state import OwnState, provides, trouble_of
 from meshllm.node.agreement.plan_follower import GATHER_S, PlanFollower
 from meshllm.node.agreement.planner import Planner
 from meshllm.node.agreement.ring_member import RingMember
+from meshllm.node.event_loop import OffLoop
 from meshllm.node.net.mesh_link import MeshLinks
-from meshllm.node.offloop import OffLoop
 from meshllm.node.timer import CallLater
 from meshllm.node.view import OwnRing
 from meshllm.node.weights import WeightFetcher, WeightServer, WeightSupply

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from meshllm.errors import NotAuthorised
 from meshllm.names import NodeId
+from meshllm.node.event_loop import OffLoop
 from meshllm.node.membership.state_store import Invitation, StateStore
-from meshllm.node.offloop import OffLoop
 from meshllm.protocol.trust.credential import Credential, Removals, check, issue
 from meshllm.protocol.trust.handshake import Purpose
 from meshllm.protocol.trust.ticket import TicketProof, guest_psk

@@ -13,6 +13,7 @@ from blake3 import blake3
 
 from meshllm.errors import LinkLost, NotAuthorised, UserError
 from meshllm.names import NodeId
+from meshllm.node.event_loop import OffLoop
 from meshllm.node.membership.admission import REMOVED
 from meshllm.node.membership.state_store import StateStore
 from meshllm.node.net.beacon import GuestBeacons, Heard, open_beacon
@@ -20,7 +21,6 @@ from meshllm.node.net.dialer import NodeDialer
 from meshllm.node.net.endpoints import by_scheme
 from meshllm.node.net.peer_address import Local
 from meshllm.node.net.secure import HandshakeClosed, SecureLink
-from meshllm.node.offloop import OffLoop
 from meshllm.node.options import NodeOptions
 from meshllm.protocol.trust.credential import TOO_FAR, Credential, Role
 from meshllm.protocol.trust.handshake import Own, Purpose

@@ -10,9 +10,9 @@ from typing import Self
 
 from meshllm.errors import PeerFault, UserError
 from meshllm.names import NODE_ID_BYTES, NodeId
+from meshllm.node.event_loop import OffLoop
 from meshllm.node.membership.state_store import FILE, StateStore
 from meshllm.node.net.peer_address import Local, permitted
-from meshllm.node.offloop import OffLoop
 from meshllm.protocol.membership.gossip import Item
 from meshllm.protocol.membership.mesh import Mesh
 from meshllm.protocol.membership.records import MAX_MEMBERS, Lifecycle

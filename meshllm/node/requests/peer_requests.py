@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from meshllm.errors import Busy, MeshError, PeerFault, UserError
 from meshllm.names import GroupId, NodeId
-from meshllm.node.offloop import OffLoop
+from meshllm.node.event_loop import OffLoop
 from meshllm.node.requests.request_json import error_to_json, event_to_lines, request_from_json
 from meshllm.node.supervisor import contained
 from meshllm.node.timer import loop_time

@@ -59,7 +59,7 @@ from meshllm.names import (
     show,
 )
 from meshllm.node.admission_queue import AdmissionQueue
-from meshllm.node.offloop import OffLoop
+from meshllm.node.event_loop import OffLoop
 from meshllm.node.requests.counts import Counts
 from meshllm.node.requests.held_bytes import HeldBytes, size_of
 from meshllm.node.requests.peer_requests import MAX_FORWARDED, PeerRequests

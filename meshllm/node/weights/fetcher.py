@@ -36,8 +36,8 @@ from typing import TYPE_CHECKING
 
 from meshllm.errors import LinkLost, MeshError, ModelError, PeerFault
 from meshllm.names import Digest, NodeId, short
+from meshllm.node.event_loop import OffLoop
 from meshllm.node.net.secure import SecureLink
-from meshllm.node.offloop import OffLoop
 from meshllm.node.timer import loop_time
 from meshllm.node.weights.server import receive
 from meshllm.protocol.membership.charter import Charter

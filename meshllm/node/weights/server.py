@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from meshllm.errors import MeshError, ModelError, PeerFault
 from meshllm.names import Digest, NodeId, short
+from meshllm.node.event_loop import OffLoop
 from meshllm.node.net.secure import SecureLink
-from meshllm.node.offloop import OffLoop
 from meshllm.protocol.weights.codec import (
     CHUNK_BYTES,
     FileChunk,

@@ -29,7 +29,7 @@ from typing import Protocol
 
 from meshllm.errors import ModelError
 from meshllm.names import NodeId
-from meshllm.node.offloop import OffLoop
+from meshllm.node.event_loop import OffLoop
 from meshllm.node.weights.fetcher import WeightFetcher
 from meshllm.protocol.agreement.agreement import Agreement, agree
 from meshllm.protocol.agreement.candidates import MeshView
