@@ -339,7 +339,6 @@ ELSEWHERE = {
     "meshllm.model.modules.quant_form": "only types",
     "meshllm.model.text.answer_parser": "joins two parsers; `node/session/test_text.py` runs it",
     "meshllm.node.view": "only data; `node/test_report.py` and `builders/view.py` make it",
-    "meshllm.protocol.drafting.drafter": "only protocols",
     "meshllm.protocol.membership.actions": "only data, which `test_mesh.py` compares",
     "meshllm.request": "only data",
     "meshllm.testing.counting": "makes what tests use",

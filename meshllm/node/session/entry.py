@@ -36,9 +36,8 @@ from meshllm.node.session.sample_batch import SampleJob, compute_own_logits, sam
 from meshllm.node.session.split_head import HeadParts, LogitsRequest
 from meshllm.node.session.wire import fault_code
 from meshllm.node.timer import DeadlineTimer, loop_time
-from meshllm.protocol.drafting.drafter import Drafting
+from meshllm.protocol.drafting.drafter import Drafting, ScopedDrafting
 from meshllm.protocol.drafting.known_text import KnownText
-from meshllm.protocol.drafting.scoped import ScopedDrafting
 from meshllm.protocol.drafting.window import MAX_STEP_ROWS, StepTimes
 from meshllm.protocol.kv_cache.admission import Admission, asker_of
 from meshllm.protocol.kv_cache.budget import KvBudget

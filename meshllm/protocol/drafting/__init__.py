@@ -1,3 +1,3 @@
 """Drafting for speculative decoding: the interface of drafters, and how many tokens to draft."""
 
-__all__ = ["drafter", "known_text", "scoped", "window"]
+__all__ = ["drafter", "known_text", "window"]

@@ -1,7 +1,7 @@
 """Drafting of one scope."""
 
 from meshllm.model.speculation.prompt_lookup import SuffixDrafting
-from meshllm.protocol.drafting.scoped import ScopedDrafting
+from meshllm.protocol.drafting.drafter import ScopedDrafting
 
 
 def test_texts_of_another_scope_are_not_drafted() -> None:
