@@ -89,6 +89,13 @@ class ModelStatus:
     offers: tuple[ProviderOffer, ...] = ()
     """Those of `providers`, in the same order; empty if an earlier version reports."""
 
+    @property
+    def weight_precision(self) -> str:
+        """The precision of the weights, after quantisation; empty if unknown."""
+        if self.providers:
+            return self.precision
+        return self.dtype if self.quant in {"", "none"} else self.quant
+
 
 @dataclass(frozen=True, slots=True)
 class Models:

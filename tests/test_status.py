@@ -75,6 +75,20 @@ def test_the_status_round_trips(value: object) -> None:
     assert from_json(type(value), {"schema": 1, **sent(value)}) == value
 
 
+@pytest.mark.parametrize(
+    ("model", "precision"),
+    [
+        (ModelStatus("m", 2, 8, "bfloat16", "none"), "bfloat16"),
+        (ModelStatus("m", 2, 8, "bfloat16", ""), "bfloat16"),
+        (ModelStatus("m", 2, 8, "bfloat16", "int4"), "int4"),
+        (ModelStatus("m", 0, 0, "", "", providers=("desk",), precision="fp16"), "fp16"),
+        (ModelStatus("m", 0, 0, "", "", providers=("desk",)), ""),
+    ],
+)
+def test_a_model_has_the_precision_of_its_weights(model: ModelStatus, precision: str) -> None:
+    assert model.weight_precision == precision
+
+
 def test_the_names_in_json_are_stable() -> None:
     status = sent(FULL)
 

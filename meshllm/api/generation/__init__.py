@@ -4,7 +4,6 @@ __all__ = [
     "extension",
     "generating",
     "headers",
-    "precision",
     "prompts",
     "reply",
     "service",

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 from meshllm.api.access.accounts import ApiKey
 from meshllm.api.generation.generating import DRAWN_SEEDS, SEEDS
-from meshllm.api.generation.precision import precision_of
 from meshllm.api.generation.service import Choices, Service
 from meshllm.api.respond import begun_within, within
 from meshllm.names import bits_of
@@ -83,8 +82,8 @@ class Needs:
         )
 
     def _check_sizes(self, model: ModelStatus, bits: int) -> None:
-        if bits > bits_of(precision_of(model)):
-            has = precision_of(model) or "of unknown precision"
+        if bits > bits_of(model.weight_precision):
+            has = model.weight_precision or "of unknown precision"
             text = f"`{model.name}` is {has}, and `meshllm.min_precision` is {self.min_precision}"
             raise WrongField("meshllm.min_precision", text)
         if (self.min_context or 0) > model.context:

@@ -8,7 +8,6 @@ from starlette.requests import Request
 
 from meshllm.api.access.gate import EXPOSED
 from meshllm.api.failure import INVALID, Failure, Refused
-from meshllm.api.generation.precision import precision_of
 from meshllm.request import Answer
 from meshllm.status import ModelStatus
 
@@ -23,7 +22,7 @@ def headers_of(model: ModelStatus) -> dict[str, str]:
     """
     values = (
         model.fingerprint.removeprefix("fp_"),
-        precision_of(model),
+        model.weight_precision,
         str(model.epoch or ""),
     )
     return {name: value for name, value in zip(EXPOSED, values, strict=True) if _fits(value)}

@@ -6,7 +6,6 @@ of nodes nor how much others ask.
 
 from dataclasses import dataclass, replace
 
-from meshllm.api.generation.precision import precision_of
 from meshllm.names import SHORT_LETTERS, Span
 from meshllm.status import (
     PASSING_MEMORY,
@@ -172,7 +171,7 @@ def view_of(status: MeshStatus, *, is_public: bool) -> PageStatus:
         members=ring.members,
         exclude=() if is_public else tuple(each[:SHORT_LETTERS] for each in ring.exclude),
         model=model.name if model else "",
-        precision=precision_of(model) if model else "",
+        precision=model.weight_precision if model else "",
         layers=model.layers if model else 0,
         context=model.context if model else 0,
         models=tuple(_model(each, status, names, is_public=is_public) for each in models),
@@ -238,7 +237,7 @@ def _model(
         states, model = [RingState.SERVING] if model.epoch else [], replace(model, replicas=1)
     return PageModel(
         model.name,
-        precision_of(model),
+        model.weight_precision,
         model.context,
         model.layers,
         () if is_public else holders,

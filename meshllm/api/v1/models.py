@@ -7,7 +7,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from meshllm.api.access.gate import key_of
-from meshllm.api.generation.precision import precision_of
 from meshllm.api.generation.service import Service
 from meshllm.status import ModelStatus, to_json
 
@@ -29,7 +28,7 @@ def routes(service: Service) -> list[Route]:
 def _model(model: ModelStatus) -> dict[str, Any]:
     """Return OpenAI's object, vLLM's field for the context, and ours; without what is unknown."""
     said = {
-        "precision": precision_of(model),
+        "precision": model.weight_precision,
         "aliases": list(model.aliases),
         "key": model.key,
         "rings": model.rings,

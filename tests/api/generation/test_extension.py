@@ -40,6 +40,18 @@ async def test_every_route_refuses_what_is_not_met(
     assert not door.requests
 
 
+async def test_a_model_of_unknown_precision_meets_none(
+    client: httpx2.AsyncClient, door: FakeNode
+) -> None:
+    door.provided = (replace(FOX, precision=""),)
+
+    said = await client.post(
+        PATH, json=BODY | {"model": "fox", "meshllm": {"min_precision": "int4"}}
+    )
+
+    assert "of unknown precision" in said.json()["error"]["message"]
+
+
 async def an_hour_late(
     asked: Coroutine[Any, Any, httpx2.Response], door: FakeNode, advance: Callable[[float], None]
 ) -> httpx2.Response:
