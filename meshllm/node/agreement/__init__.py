@@ -1,8 +1,8 @@
 """What is agreed on, and what follows here: plans followed, rings served, offers published."""
 
 __all__ = [
-    "awaited",
     "charter_editor",
+    "explanation",
     "offer",
     "own_state",
     "ring_directory",

@@ -8,9 +8,8 @@ from contextlib import asynccontextmanager
 
 from meshllm.errors import LinkLost
 from meshllm.names import GroupId, LossCause, NodeId, RingEntry, short, show
-from meshllm.node.agreement.awaited import names_of
+from meshllm.node.agreement.explanation import explain_loss, names_of
 from meshllm.node.agreement.load_watch import is_formed
-from meshllm.node.agreement.loss import explain_loss
 from meshllm.node.agreement.own_state import OwnState
 from meshllm.node.agreement.ring_member import RingMember
 from meshllm.node.founding import find_node, name_of

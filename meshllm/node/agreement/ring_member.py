@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from meshllm.errors import LinkLost, MeshError, UserError
 from meshllm.names import FIRST_GROUP, GroupId, LossCause, NodeId
-from meshllm.node.agreement.awaited import loading_layers, names_of
+from meshllm.node.agreement.explanation import explain_loss, loading_layers, names_of
 from meshllm.node.agreement.load_watch import LoadWatch, has_loaded, is_formed
-from meshllm.node.agreement.loss import explain_loss
 from meshllm.node.agreement.plan_hold import PlanHold
 from meshllm.node.founding import name_of
 from meshllm.node.net.mesh_link import MeshLinks

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from meshllm.errors import ModelMissing
 from meshllm.model.locate import weights_path
 from meshllm.names import FIRST_GROUP, Digest, GroupId, NodeId
-from meshllm.node.agreement.awaited import gathering, loading_model
 from meshllm.node.agreement.charter_editor import CharterEditor
+from meshllm.node.agreement.explanation import gathering, loading_model
 from meshllm.node.agreement.offer import NodeOffer
 from meshllm.node.agreement.own_state import OwnState, provides, trouble_of
 from meshllm.node.agreement.plan_follower import GATHER_S, PlanFollower

@@ -1,12 +1,14 @@
-"""What a ring waits for, with the names of nodes, for people; decides nothing."""
+"""What a ring waits for, and why one was lost, with the names of nodes; decides nothing."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping
 
-from meshllm.names import NodeId, short
+from meshllm.names import LossCause, NodeId, short
 from meshllm.node.founding import name_of
 from meshllm.protocol.agreement.agreement import Agreement
-from meshllm.protocol.membership.records import Profile
+from meshllm.protocol.membership.mesh import Mesh
+from meshllm.protocol.membership.records import Lifecycle, Profile
+from meshllm.protocol.ring.interruption import RingPlan, explain
 
 MOST_NAMES = 4  # in a line of a terminal; a mesh may have hundreds of nodes
 
@@ -57,3 +59,26 @@ def loading_layers(
         return f"{loaded}; loading: {names_of(loading, profiles)}"
     missing = f"; no link to {names_of([unlinked], profiles)}" if unlinked else ""
     return f"{loaded} and connect{missing}"
+
+
+def explain_loss(
+    machine: Mesh, before: RingPlan | None, after: RingPlan | None
+) -> tuple[LossCause, str]:
+    """Return why a ring with its earlier plan was lost, and a phrase about it."""
+    ends = Lifecycle.LEAVING, Lifecycle.LEFT
+    here = {node: state for node, state in machine.states.items() if node in machine.alive}
+    out = {
+        LossCause.NODE_SILENT: machine.silent - machine.alive,
+        LossCause.NODE_HUNG: {node for node, state in here.items() if state.obstacle},
+        LossCause.NODE_REFUSED: {node for state in here.values() for node in state.faulty},
+        LossCause.NODE_LEFT: {
+            node for node, state in machine.states.items() if state.lifecycle in ends
+        },
+    }
+    return explain(
+        before,
+        after,
+        alive=machine.alive,
+        out=out,
+        name=lambda node: name_of(node, machine.profiles),
+    )

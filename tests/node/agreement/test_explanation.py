@@ -1,19 +1,23 @@
-"""What a ring waits for, by the names of nodes."""
+"""What a ring waits for, and why it was lost, by the names of nodes."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from meshllm.names import NodeId, short
-from meshllm.node.agreement.awaited import (
+from meshllm.names import FIRST_GROUP, LossCause, NodeId, RingEntry, short
+from meshllm.node.agreement.explanation import (
     MOST_NAMES,
     gathering,
     loading_layers,
     loading_model,
     names_of,
 )
+from meshllm.node.agreement.own_state import HANGS
+from meshllm.protocol.membership.records import Lifecycle, StateRecord
+from meshllm.testing.clock import run_virtual
 from tests.builders.offers import A, B, C
-from tests.builders.ring_places import AGREEMENT
+from tests.builders.ring_places import AGREEMENT, ALONE, ENTRY, PLAN, STAGE, Place
 from tests.builders.snapshots import profile
 
 PROFILES = {
@@ -90,3 +94,30 @@ def test_nodes_that_load_layers_or_do_not_link_are_named(
     loading: tuple[NodeId, ...], unlinked: NodeId | None, text: str
 ) -> None:
     assert loading_layers(3, loading, unlinked, PROFILES) == text
+
+
+def test_a_loss_is_explained_with_the_names_of_nodes() -> None:
+    async def story() -> None:
+        place = Place()
+        place.serve(replace(ALONE, epoch=PLAN.epoch + 1))
+        after = place.directory.ring_at(RingEntry(ENTRY))
+        place.alive.discard(STAGE)
+        place.profiles[STAGE] = SimpleNamespace(name="cellar")
+        cause, text = place.directory.explain((FIRST_GROUP, PLAN), after)
+        assert (cause, text.partition(";")[0]) == (LossCause.NODE_LOST, "cellar is gone")
+        place.silent.add(STAGE)
+        cause, text = place.directory.explain((FIRST_GROUP, PLAN), after)
+        assert (cause, text.partition(";")[0]) == (LossCause.NODE_SILENT, "cellar is silent")
+        place.states[ENTRY] = StateRecord(faulty=(STAGE,))
+        cause, text = place.directory.explain((FIRST_GROUP, PLAN), after)
+        assert (cause, text.partition(";")[0]) == (LossCause.NODE_REFUSED, "cellar is refused")
+        place.alive.add(STAGE)
+        place.states[STAGE] = StateRecord(obstacle=HANGS)
+        cause, text = place.directory.explain((FIRST_GROUP, PLAN), after)
+        assert (cause, text.partition(";")[0]) == (LossCause.NODE_HUNG, "cellar hangs")
+        del place.states[ENTRY]
+        place.states[STAGE] = StateRecord(Lifecycle.LEFT)
+        cause, text = place.directory.explain((FIRST_GROUP, PLAN), after)
+        assert (cause, text.partition(";")[0]) == (LossCause.NODE_LEFT, "cellar left")
+
+    run_virtual(story())
