@@ -10,8 +10,8 @@ from functools import partial
 from meshllm.errors import Busy, Leaving, MeshError, UserError
 from meshllm.model.shape import absent_bytes
 from meshllm.names import NodeId, show
-from meshllm.node.founding import find_node
 from meshllm.node.node import MeshNode
+from meshllm.node.node_names import find_node
 from meshllm.node.options import ModelOptions
 from meshllm.node.report import (
     change,

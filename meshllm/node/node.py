@@ -36,8 +36,8 @@ from meshllm.node.agreement.own_state import OwnState
 from meshllm.node.agreement.ring_directory import RingDirectory
 from meshllm.node.agreement.ring_server import NodeParts
 from meshllm.node.agreement.ring_service import RingService
+from meshllm.node.charter_options import with_own_entry
 from meshllm.node.event_loop import OffLoop
-from meshllm.node.founding import with_own_entry
 from meshllm.node.lifetime import Lifetime
 from meshllm.node.membership.admission import MemberAdmission
 from meshllm.node.membership.bootstrap import Membership, enter

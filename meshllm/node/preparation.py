@@ -20,8 +20,8 @@ from meshllm.model.files.source import Source, open_folder, resolve
 from meshllm.model.shape import process_memory
 from meshllm.model.timing import measure_speed, memory_budget
 from meshllm.names import Digest, ModelKey, Quant
+from meshllm.node.charter_options import amend, create_charter, refuse_layers, refuse_other
 from meshllm.node.compute.worker import Worker
-from meshllm.node.founding import amend, found_charter, refuse_layers, refuse_other
 from meshllm.node.options import FIRST_MODEL, InferenceConfig, NodeOptions
 from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.node.ring.shape import reserved_bytes
@@ -78,7 +78,7 @@ class Preparation:
         source = await self._resolve(self.options.model or FIRST_MODEL)
         model = await self._open(source, self.options.inference)
         refuse_layers(self.options, model.shape)
-        charter = found_charter(self.options, model.shape, await self._digest(source))
+        charter = create_charter(self.options, model.shape, await self._digest(source))
         return model, amend(charter, self.options, {}, model.shape.context)
 
     async def join(
@@ -134,7 +134,7 @@ class Preparation:
         inference = replace(self.options.inference, quant=quant, dtype=None, draft=None)
         shape = (await self._open(source, inference)).shape
         asked = replace(self.options, context=context, inference=inference)
-        charter = found_charter(asked, shape, await self._digest(source))
+        charter = create_charter(asked, shape, await self._digest(source))
         if name not in self.described:
             self.described.append(name)
         return charter

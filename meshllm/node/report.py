@@ -9,8 +9,8 @@ from blake3 import blake3
 
 from meshllm.errors import UserError
 from meshllm.names import FIRST_GROUP, SHORT_LETTERS, GroupId, NodeId, short, show
-from meshllm.node.agreement.explanation import names_of
 from meshllm.node.agreement.own_state import PROVIDES, trouble_of
+from meshllm.node.node_names import names_of
 from meshllm.node.provider import NO_MODELS, STARTING
 from meshllm.node.view import LinkView, NodeView, RingView
 from meshllm.protocol.agreement.groups import groups_in, is_exact

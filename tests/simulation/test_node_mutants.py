@@ -10,8 +10,8 @@ import pytest
 from meshllm.errors import UserError
 from meshllm.names import MeshId, NodeId, Span
 from meshllm.node.compute.gauge import GenerationTimes
-from meshllm.node.founding import Names, resolve_names
 from meshllm.node.net.secure import SecureLink
+from meshllm.node.node_names import Names, resolve_names
 from meshllm.node.ring.span_loader import LoadedSpan, RankPart, SpanLoader
 from meshllm.node.session import text
 from meshllm.protocol.agreement.agreement import Agreement, agree

@@ -30,8 +30,8 @@ from meshllm.model.text.tool_format import Function
 from meshllm.model.wire.payload import RowFormat
 from meshllm.names import Digest, ModelKey, Quant, Span
 from meshllm.node.agreement.offer import SMALLER
+from meshllm.node.charter_options import amend, create_charter
 from meshllm.node.compute.worker import Worker
-from meshllm.node.founding import amend, found_charter
 from meshllm.node.options import NodeOptions
 from meshllm.node.preparation import Preparation
 from meshllm.node.ring.model_runtime import ModelRuntime
@@ -336,7 +336,7 @@ class ToyPreparation(Preparation):
 
 def charter_of(options: NodeOptions, shape: ModelShape, config: Digest) -> Charter:
     """Return the charter of a toy model, a forward of which takes little."""
-    charter = found_charter(options, shape, config)
+    charter = create_charter(options, shape, config)
     return replace(charter, shape=replace(charter.shape, workspace_bytes=WORKSPACE_BYTES))
 
 

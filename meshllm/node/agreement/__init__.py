@@ -2,7 +2,6 @@
 
 __all__ = [
     "charter_editor",
-    "explanation",
     "offer",
     "own_state",
     "ring_directory",

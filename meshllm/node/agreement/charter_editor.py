@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from meshllm.errors import LinkLost, MeshError, UserError
 from meshllm.names import Quant
-from meshllm.node.founding import amend, names_in, refuse_layers, resolve_names, serve, stop
+from meshllm.node.charter_options import amend, names_in, refuse_layers, serve, stop
 from meshllm.node.net.mesh_link import MeshLinks
+from meshllm.node.node_names import resolve_names
 from meshllm.node.options import ModelOptions, NodeOptions
 from meshllm.node.ring.shape import CONTEXT
 from meshllm.node.timer import loop_time

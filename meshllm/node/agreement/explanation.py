@@ -1,29 +1,13 @@
 """What a ring waits for, and why one was lost, with the names of nodes; decides nothing."""
 
-from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
-from meshllm.names import LossCause, NodeId, short
-from meshllm.node.founding import name_of
+from meshllm.names import LossCause, NodeId
+from meshllm.node.node_names import Profiles, name_of, names_of
 from meshllm.protocol.agreement.agreement import Agreement
 from meshllm.protocol.membership.mesh import Mesh
-from meshllm.protocol.membership.records import Lifecycle, Profile
+from meshllm.protocol.membership.records import Lifecycle
 from meshllm.protocol.ring.interruption import RingPlan, explain
-
-MOST_NAMES = 4  # in a line of a terminal; a mesh may have hundreds of nodes
-
-Profiles = Mapping[NodeId, Profile]
-
-
-def names_of(nodes: Collection[NodeId], profiles: Profiles) -> str:
-    """List nodes by name; those that share one have their short ids, too."""
-    names = {node: name_of(node, profiles) for node in nodes}
-    counts = Counter(names.values())
-    texts = sorted(
-        name if counts[name] == 1 else f"{name} ({short(node)})" for node, name in names.items()
-    )
-    more = len(texts) - MOST_NAMES
-    return ", ".join(texts[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def loading_model(here: Collection[NodeId], members: int | None, profiles: Profiles) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from meshllm.names import GroupId, NodeId
-from meshllm.node.founding import name_of
+from meshllm.node.node_names import name_of
 from meshllm.node.timer import CallLater, loop_time
 from meshllm.protocol.agreement.groups import find_group
 from meshllm.protocol.membership.link_table import BEAT

@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager
 
 from meshllm.errors import LinkLost
 from meshllm.names import GroupId, LossCause, NodeId, RingEntry, short, show
-from meshllm.node.agreement.explanation import explain_loss, names_of
+from meshllm.node.agreement.explanation import explain_loss
 from meshllm.node.agreement.load_watch import is_formed
 from meshllm.node.agreement.own_state import OwnState
 from meshllm.node.agreement.ring_member import RingMember
-from meshllm.node.founding import find_node, name_of
 from meshllm.node.net.mesh_link import MeshLinks
+from meshllm.node.node_names import find_node, name_of, names_of
 from meshllm.protocol.agreement.candidates import decoded, highest_epoch
 from meshllm.protocol.agreement.groups import find_group, groups_in, groups_of, is_exact
 from meshllm.protocol.membership.charter import Charter

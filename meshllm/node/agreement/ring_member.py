@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Protocol
 
 from meshllm.errors import LinkLost, MeshError, UserError
 from meshllm.names import FIRST_GROUP, GroupId, LossCause, NodeId
-from meshllm.node.agreement.explanation import explain_loss, loading_layers, names_of
+from meshllm.node.agreement.explanation import explain_loss, loading_layers
 from meshllm.node.agreement.load_watch import LoadWatch, has_loaded, is_formed
 from meshllm.node.agreement.plan_hold import PlanHold
-from meshllm.node.founding import name_of
 from meshllm.node.net.mesh_link import MeshLinks
 from meshllm.node.net.secure import SecureLink
+from meshllm.node.node_names import name_of, names_of
 from meshllm.node.timer import CallLater
 from meshllm.protocol.agreement.agreement import Agreement
 from meshllm.protocol.agreement.groups import find_group, groups_in

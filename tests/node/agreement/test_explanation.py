@@ -5,14 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from meshllm.names import FIRST_GROUP, LossCause, NodeId, RingEntry, short
-from meshllm.node.agreement.explanation import (
-    MOST_NAMES,
-    gathering,
-    loading_layers,
-    loading_model,
-    names_of,
-)
+from meshllm.names import FIRST_GROUP, LossCause, NodeId, RingEntry
+from meshllm.node.agreement.explanation import gathering, loading_layers, loading_model
 from meshllm.node.agreement.own_state import HANGS
 from meshllm.protocol.membership.records import Lifecycle, StateRecord
 from meshllm.testing.clock import run_virtual
@@ -23,30 +17,6 @@ from tests.builders.snapshots import profile
 PROFILES = {
     node: replace(profile(4), name=name) for node, name in ((A, "attic"), (B, "desk"), (C, "barn"))
 }
-
-
-def test_nodes_are_listed_by_name() -> None:
-    assert names_of([A, B, C], PROFILES) == "attic, barn, desk"
-
-
-def test_nodes_of_one_name_have_their_ids_too() -> None:
-    twins = {**PROFILES, B: PROFILES[A]}
-
-    assert names_of([A, B, C], twins) == ", ".join(
-        sorted([f"attic ({short(A)})", f"attic ({short(B)})", "barn"])
-    )
-
-
-def test_a_node_without_a_profile_has_its_id() -> None:
-    assert names_of([A], {}) == short(A)
-
-
-@pytest.mark.parametrize(("more", "end"), [(0, ""), (3, " and 3 more")])
-def test_not_all_of_many_nodes_are_listed(more: int, end: str) -> None:
-    nodes = [NodeId(bytes([at]) * 32) for at in range(MOST_NAMES + more)]
-    profiles = {node: replace(profile(4), name=f"n{at}") for at, node in enumerate(nodes)}
-
-    assert names_of(nodes, profiles) == f"n0, n1, n2, n3{end}"
 
 
 @pytest.mark.parametrize(

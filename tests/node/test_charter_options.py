@@ -10,18 +10,16 @@ from meshllm.errors import ModelError, UserError
 from meshllm.model.capacity import shape_of
 from meshllm.model.files.source import resolve
 from meshllm.names import Digest, NodeId, Quant, show
-from meshllm.node.founding import (
-    Names,
+from meshllm.node.charter_options import (
     amend,
-    find_node,
-    found_charter,
+    create_charter,
     names_in,
     refuse_other,
-    resolve_names,
     serve,
     stop,
     with_own_entry,
 )
+from meshllm.node.node_names import Names, resolve_names
 from meshllm.node.options import ModelOptions, NodeOptions
 from meshllm.protocol.membership.charter import MAX_SERVED, Charter
 from meshllm.protocol.membership.records import MAX_MEMBERS, Profile
@@ -45,7 +43,7 @@ def test_a_first_charter_names_the_model(llama: Path, context: int | None, told:
     source = resolve(str(llama))
     shape = shape_of(source, None)
 
-    made = found_charter(options(context=context), shape, CONFIG)
+    made = create_charter(options(context=context), shape, CONFIG)
 
     assert (made.version, made.dtype, made.config_digest) == (1, DType.FLOAT32, CONFIG)
     assert (made.shape.layers, made.shape.context) == (6, told)
@@ -55,7 +53,7 @@ def test_a_first_charter_names_the_model(llama: Path, context: int | None, told:
 def test_the_quantisation_is_that_of_the_mesh(llama: Path) -> None:
     shape = shape_of(resolve(str(llama)), None, Quant.INT8)
 
-    made = found_charter(options(quant=Quant.INT8), shape, CONFIG)
+    made = create_charter(options(quant=Quant.INT8), shape, CONFIG)
 
     assert made.quant is Quant.INT8
     refuse_other(made, "llama", CONFIG, Quant.INT8)
@@ -149,13 +147,6 @@ def test_an_ambiguous_name_keeps_the_previous_nodes() -> None:
     assert (changed.exclude, changed.prefer) == ((A,), (A,))
 
 
-def test_the_id_of_another_node_is_not_a_name() -> None:
-    profiles = PROFILES | {C: Profile(show(A), "1", (), 0)}
-
-    assert resolve_names((show(A),), profiles) == Names((A,), (), ())
-    assert find_node(show(A), profiles) == A
-
-
 def test_the_context_is_capped_by_the_model() -> None:
     assert amend(charter(), options(context=10_000), PROFILES, 50).shape.context == 50
 
@@ -172,33 +163,6 @@ def test_another_model_is_refused() -> None:
         refuse_other(charter(), "other", Digest(bytes(32)))
 
     assert raised.value.hint
-
-
-@pytest.mark.parametrize(
-    ("text", "node"),
-    [
-        ("desk", A),
-        (show(B), B),
-        (show(B).upper(), B),
-        (show(B)[:10], B),
-        (show(NodeKey(b"x" * 32).node), NodeKey(b"x" * 32).node),
-    ],
-)
-def test_a_node_is_found_by_name_or_id(text: str, node: NodeId) -> None:
-    assert find_node(text, PROFILES) == node
-
-
-@pytest.mark.parametrize(
-    "text", ["", "nobody", show(B)[:5], show(B)[:-1] + "?", "\x1b[2J", "d" * 9]
-)
-def test_an_unknown_node_is_not_found(text: str) -> None:
-    with pytest.raises(UserError, match="Invalid node id"):
-        find_node(text, PROFILES)
-
-
-def test_an_ambiguous_name_is_reported() -> None:
-    with pytest.raises(UserError, match="2 nodes match `attic`"):
-        find_node("attic", PROFILES)
 
 
 def named(name: str, **changes: Any) -> Charter:

@@ -1,12 +1,13 @@
 """Creating and amending the charter of a mesh from the options of a node."""
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable
+from dataclasses import replace
 from typing import Any
 
 from meshllm.errors import ModelError, UserError
 from meshllm.model.shape import ModelShape
-from meshllm.names import SHORT_LETTERS, Digest, NodeId, Quant, parse_node, short, show
+from meshllm.names import Digest, NodeId, Quant, show
+from meshllm.node.node_names import Profiles, resolve_names
 from meshllm.node.options import ModelOptions, NodeOptions
 from meshllm.node.ring.shape import CONTEXT, plan_shape
 from meshllm.protocol.membership.charter import (
@@ -16,7 +17,7 @@ from meshllm.protocol.membership.charter import (
     MAX_SERVED,
     Charter,
 )
-from meshllm.protocol.membership.records import MAX_MEMBERS, Profile
+from meshllm.protocol.membership.records import MAX_MEMBERS
 from meshllm.protocol.planning.plan import ModelSizes
 from meshllm.protocol.planning.policies import find_policy
 from meshllm.protocol.session.codec import MAX_POSITION
@@ -26,7 +27,7 @@ SELF = "self"
 """Names this node in ``entry``."""
 
 
-def found_charter(options: NodeOptions, shape: ModelShape, config_digest: Digest) -> Charter:
+def create_charter(options: NodeOptions, shape: ModelShape, config_digest: Digest) -> Charter:
     """Create the first charter of a mesh, for a model."""
     return Charter(
         version=1,
@@ -45,36 +46,6 @@ def refuse_layers(options: NodeOptions, shape: ModelShape | ModelSizes) -> None:
             f"The layers `{span}` end above the {shape.layers} layers of `{shape.name}`",
             hint=f"choose a span within `0:{shape.layers}`",
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Names:
-    """Node names resolved to ids."""
-
-    resolved: tuple[NodeId, ...]
-    unknown: tuple[str, ...]
-    """Names of no known node."""
-    ambiguous: tuple[str, ...]
-    """Names of several nodes; not resolved, since any node can choose any name."""
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every name is resolved."""
-        return not self.unknown and not self.ambiguous
-
-
-def resolve_names(texts: Iterable[str], profiles: Mapping[NodeId, Profile]) -> Names:
-    """Resolve names, ids, and prefixes of ids; never raise, whatever names nodes have chosen."""
-    resolved, unknown, ambiguous = set[NodeId](), list[str](), list[str]()
-    for text in texts:
-        match _find(text, profiles):
-            case (node,):
-                resolved.add(node)
-            case ():
-                unknown.append(text)
-            case _:
-                ambiguous.append(text)
-    return Names(tuple(sorted(resolved)), tuple(unknown), tuple(ambiguous))
 
 
 def names_in(options: NodeOptions) -> tuple[str, ...]:
@@ -104,9 +75,7 @@ def with_own_entry(options: NodeOptions, me: NodeId, *, is_founder: bool) -> Nod
     return replace(options, entry=entry)
 
 
-def amend(
-    charter: Charter, options: NodeOptions, profiles: Mapping[NodeId, Profile], longest: int
-) -> Charter:
+def amend(charter: Charter, options: NodeOptions, profiles: Profiles, longest: int) -> Charter:
     """Apply the options to the charter; return the same charter if nothing changes.
 
     The context is capped at ``longest`` tokens, the limit of the model. While a name is unknown or
@@ -255,42 +224,8 @@ def refuse_other(
         )
 
 
-def find_node(text: str, profiles: Mapping[NodeId, Profile]) -> NodeId:
-    """Find a node by its id, a prefix of its id, or its name.
-
-    Raises:
-        UserError: no node or several nodes match.
-    """
-    match _find(text, profiles):
-        case (node,):
-            return node
-        case ():
-            return parse_node(text)
-        case nodes:
-            raise UserError(f"{len(nodes)} nodes match `{text}`", hint="give the whole id")
-
-
-def name_of(node: NodeId, profiles: Mapping[NodeId, Profile]) -> str:
-    """Return the name of a node; its short id if it has none, or is unknown."""
-    profile = profiles.get(node)
-    return profile.name if profile and profile.name else short(node)
-
-
 def _nodes(
-    texts: Iterable[str], profiles: Mapping[NodeId, Profile], before: Iterable[NodeId]
+    texts: Iterable[str], profiles: Profiles, before: Iterable[NodeId]
 ) -> tuple[NodeId, ...]:
     names = resolve_names(texts, profiles)
     return tuple(sorted({*names.resolved, *(() if names.is_complete else before)}))
-
-
-def _find(text: str, profiles: Mapping[NodeId, Profile]) -> tuple[NodeId, ...]:
-    """Return the nodes that match a text; a whole id matches its node only."""
-    try:
-        return (parse_node(text),)
-    except UserError:
-        is_id = len(text) >= SHORT_LETTERS
-        return tuple(
-            node
-            for node, profile in profiles.items()
-            if profile.name == text or (is_id and show(node).startswith(text.lower()))
-        )
