@@ -226,7 +226,7 @@ class DrafterStats:
         self._guesses = self._guesses * _DECAY + guesses
 
 
-class Lookahead:
+class WindowChoice:
     """Chooses the `Window` of one session and one drafter."""
 
     def __init__(self, times: StepTimes, ring: DrafterStats | None = None) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from meshllm.protocol.drafting.drafter import Drafting
-from meshllm.protocol.drafting.window import MAX_DEPTH, DrafterStats, Lookahead, StepTimes
+from meshllm.protocol.drafting.window import MAX_DEPTH, DrafterStats, StepTimes, WindowChoice
 from meshllm.protocol.session.actions import Pick
 
 SURE = 2
@@ -126,7 +126,7 @@ class Speculator:
         tried = min(rows, len(job.guesses) + len(job.ahead))
         for source in self._sources:
             own = tried if source is self._used else 0
-            source.lookahead.note(source.confidence or 0, own, min(own, right))
+            source.window_choice.note(source.confidence or 0, own, min(own, right))
 
     def _guess(self, limits: _Limits) -> Steps:
         """Query the free drafter first if it is sure, and last if it is not."""
@@ -147,7 +147,7 @@ class Speculator:
 
         As its drafts take time, no further steps follow them in flight.
         """
-        if model.lookahead.is_paused or model.look() is None:
+        if model.window_choice.is_paused or model.look() is None:
             return ()
         steps = model.guess(replace(limits, depth=1))
         self._modelled = sum(map(len, steps))
@@ -159,7 +159,7 @@ class _DraftSource:
 
     def __init__(self, drafting: Drafting, times: StepTimes, stats: DrafterStats) -> None:
         self.drafter = drafting.begin()
-        self.lookahead = Lookahead(times, stats)
+        self.window_choice = WindowChoice(times, stats)
         self.confidence: int | None = None  # at the last query
 
     def look(self) -> int | None:
@@ -171,7 +171,7 @@ class _DraftSource:
         """Draft as many tokens as are worth it, in steps whose rows are among `STEPS`."""
         if self.confidence is None:
             return ()
-        window = self.lookahead.choose(
+        window = self.window_choice.choose(
             self.confidence,
             min(limits.room, limits.max_drafts),
             depth=limits.depth,

@@ -24,7 +24,7 @@ from meshllm.node.session.generation import (
     Token,
 )
 from meshllm.protocol.drafting.drafter import Drafting
-from meshllm.protocol.drafting.window import DEPTHS, GUESSES, Lookahead, Window
+from meshllm.protocol.drafting.window import DEPTHS, GUESSES, Window, WindowChoice
 from meshllm.protocol.session.actions import Embed
 from meshllm.protocol.session.messages import Blob
 from meshllm.request import FinishReason, Sampling
@@ -76,7 +76,7 @@ def bold(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = Random(7)
 
     def choose(
-        _: Lookahead,
+        _: WindowChoice,
         __: int,
         room: int,
         *,
@@ -95,7 +95,7 @@ def bold(monkeypatch: pytest.MonkeyPatch) -> None:
             [each for each in windows if each.depth == 1 or each.length <= max_drafts]
         )
 
-    monkeypatch.setattr(Lookahead, "choose", choose)
+    monkeypatch.setattr(WindowChoice, "choose", choose)
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +242,7 @@ def test_a_step_at_the_end_of_a_flight_is_embedded_ahead(
 
     monkeypatch.setattr(Generation, "embed", noted)
     monkeypatch.setattr(Generation, "take_ahead", taken)
-    monkeypatch.setattr(Lookahead, "choose", lambda *_, **__: Window(4, 4))
+    monkeypatch.setattr(WindowChoice, "choose", lambda *_, **__: Window(4, 4))
 
     drafting = Oracle((*PROMPT, *texts[0]), 1.0)
     run_virtual(answers(source, drafting, ordered(), shape=FAR))
@@ -254,15 +254,15 @@ def test_a_step_at_the_end_of_a_flight_is_embedded_ahead(
 
 def depths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that records the allowed number of steps at each query."""
-    asked, choose = [], Lookahead.choose
+    asked, choose = [], WindowChoice.choose
 
     def noted(
-        self: Lookahead, confidence: int, room: int, *, depth: int = 1, **limits: Any
+        self: WindowChoice, confidence: int, room: int, *, depth: int = 1, **limits: Any
     ) -> Window:
         asked.append(depth)
         return choose(self, confidence, room, depth=depth, **limits)
 
-    monkeypatch.setattr(Lookahead, "choose", noted)
+    monkeypatch.setattr(WindowChoice, "choose", noted)
     return asked
 
 

@@ -13,9 +13,9 @@ from meshllm.protocol.drafting.window import (
     MAX_DEPTH,
     Acceptance,
     DrafterStats,
-    Lookahead,
     StepTimes,
     Window,
+    WindowChoice,
 )
 from meshllm.protocol.session.stage import MAX_PENDING
 
@@ -30,19 +30,19 @@ def times(**seconds: float) -> StepTimes:
 
 def taught(
     table: StepTimes, right: int, guesses: int, ring: DrafterStats | None = None
-) -> Lookahead:
-    lookahead = Lookahead(table, ring)
+) -> WindowChoice:
+    windows = WindowChoice(table, ring)
     for _ in range(20):
-        lookahead.note(2, guesses, right)
-    return lookahead
+        windows.note(2, guesses, right)
+    return windows
 
 
-def wrong(lookahead: Lookahead, steps: int, confidence: int = 2) -> list[int]:
+def wrong(windows: WindowChoice, steps: int, confidence: int = 2) -> list[int]:
     """Return the draft length chosen at each step, with every draft rejected."""
     chosen = []
     for _ in range(steps):
-        chosen.append(0 if lookahead.is_paused else lookahead.choose(confidence, 99).guesses)
-        lookahead.note(confidence, chosen[-1], 0)
+        chosen.append(0 if windows.is_paused else windows.choose(confidence, 99).guesses)
+        windows.note(confidence, chosen[-1], 0)
     return chosen
 
 
@@ -100,7 +100,7 @@ def test_fewer_rows_take_no_longer() -> None:
 
 
 def test_rejected_drafts_stop_even_if_they_seem_free() -> None:
-    chosen = wrong(Lookahead(times(r1=0.30, r3=0.26, r17=0.26)), 60)
+    chosen = wrong(WindowChoice(times(r1=0.30, r3=0.26, r17=0.26)), 60)
 
     assert any(chosen[:20])
     assert not any(chosen[40:])
@@ -172,10 +172,10 @@ def test_good_drafts_in_a_slow_ring_are_long() -> None:
 
 
 def test_a_new_ring_starts_with_short_drafts_and_doubles_them() -> None:
-    lookahead, chosen = Lookahead(times(r1=1.0, r17=1.0)), []
+    windows, chosen = WindowChoice(times(r1=1.0, r17=1.0)), []
     for _ in range(4):
-        chosen.append(lookahead.choose(3, 99).guesses)
-        lookahead.note(3, chosen[-1], chosen[-1])
+        chosen.append(windows.choose(3, 99).guesses)
+        windows.note(3, chosen[-1], chosen[-1])
 
     assert chosen == [4, 8, 16, 16]
 
@@ -183,23 +183,23 @@ def test_a_new_ring_starts_with_short_drafts_and_doubles_them() -> None:
 def test_a_few_drafts_are_tried_once_if_rows_are_computed_one_by_one() -> None:
     table, ring = StepTimes(together=False), DrafterStats()
     table.note(1, 0.1)
-    lookahead = Lookahead(table, ring)
+    windows = WindowChoice(table, ring)
 
-    assert lookahead.choose(3, 99).guesses == 2
+    assert windows.choose(3, 99).guesses == 2
     table.note(3, 0.3)
-    lookahead.note(3, 2, 2)
-    assert lookahead.choose(3, 99).guesses == 0
-    assert Lookahead(table, ring).choose(3, 99).guesses == 0
+    windows.note(3, 2, 2)
+    assert windows.choose(3, 99).guesses == 0
+    assert WindowChoice(table, ring).choose(3, 99).guesses == 0
 
 
 def test_rows_one_by_one_are_worth_it_in_a_slow_ring() -> None:
     table = StepTimes(together=False)
     table.note(1, 0.31)
-    lookahead = Lookahead(table)
+    windows = WindowChoice(table)
 
-    lookahead.note(3, lookahead.choose(3, 99).guesses, 2)
+    windows.note(3, windows.choose(3, 99).guesses, 2)
     table.note(3, 0.33)
-    assert lookahead.choose(3, 99).guesses > 2
+    assert windows.choose(3, 99).guesses > 2
 
 
 def test_no_drafts_at_low_acceptance() -> None:
@@ -219,12 +219,12 @@ def test_short_drafts_at_fair_acceptance() -> None:
 
 
 def test_drafting_is_tried_again_with_a_small_trial() -> None:
-    lookahead = taught(times(r1=0.100, r2=0.105), right=0, guesses=2)
+    windows = taught(times(r1=0.100, r2=0.105), right=0, guesses=2)
 
     chosen = []
     for _ in range(200):
-        chosen.append(lookahead.choose(2, 99).guesses)
-        lookahead.note(2, chosen[-1], 0)
+        chosen.append(windows.choose(2, 99).guesses)
+        windows.note(2, chosen[-1], 0)
 
     assert 2 <= sum(map(bool, chosen)) <= 4
     assert max(chosen) == 2
@@ -233,7 +233,7 @@ def test_drafting_is_tried_again_with_a_small_trial() -> None:
 def test_a_second_session_knows_a_low_acceptance() -> None:
     table, ring = times(r1=0.100, r2=0.105), DrafterStats()
 
-    first, second = (wrong(Lookahead(table, ring), 60) for _ in range(2))
+    first, second = (wrong(WindowChoice(table, ring), 60) for _ in range(2))
 
     assert sum(map(bool, first)) > 5
     assert sum(second) <= 2  # one trial
@@ -243,24 +243,24 @@ def test_a_second_session_knows_a_high_acceptance() -> None:
     table, ring = times(r1=0.250, r17=0.280), DrafterStats()
     taught(table, 16, 16, ring)
 
-    assert Lookahead(table, ring).choose(2, 99).guesses == 16
+    assert WindowChoice(table, ring).choose(2, 99).guesses == 16
 
 
 def test_the_statistics_of_a_session_soon_outweigh_those_of_the_ring() -> None:
     table, ring = times(r1=0.100, r2=0.105), DrafterStats()
     for _ in range(10):
         taught(table, 16, 16, ring)
-    lookahead = Lookahead(table, ring)
+    windows = WindowChoice(table, ring)
 
-    assert sum(wrong(lookahead, 60)[20:]) == 0
-    assert lookahead.choose(2, 99).guesses == 0
+    assert sum(wrong(windows, 60)[20:]) == 0
+    assert windows.choose(2, 99).guesses == 0
 
 
 def test_many_short_sessions_try_bad_drafts_as_seldom_as_a_long_one() -> None:
     table, ring = times(r1=0.100, r2=0.105), DrafterStats()
-    wrong(Lookahead(table, ring), 60)
+    wrong(WindowChoice(table, ring), 60)
 
-    chosen = [each for _ in range(20) for each in wrong(Lookahead(table, ring), 20)]
+    chosen = [each for _ in range(20) for each in wrong(WindowChoice(table, ring), 20)]
 
     assert 3 <= sum(map(bool, chosen)) <= 9
     assert max(chosen) == 2
@@ -268,12 +268,12 @@ def test_many_short_sessions_try_bad_drafts_as_seldom_as_a_long_one() -> None:
 
 def test_drafting_time_shortens_drafts_or_stops_them() -> None:
     table, ring = times(r1=0.100, r17=0.110), DrafterStats()
-    lookahead = taught(table, right=15, guesses=16, ring=ring)
+    windows = taught(table, right=15, guesses=16, ring=ring)
     chosen = []
     for token_s in (0.0, 0.02, 0.3):
         for _ in range(40):
             ring.note_query(16, 16 * token_s)
-        chosen.append(lookahead.choose(2, 99).guesses)
+        chosen.append(windows.choose(2, 99).guesses)
 
     assert chosen[0] == 16
     assert 0 < chosen[1] <= 16
@@ -291,13 +291,13 @@ def test_fruitless_queries_raise_the_price() -> None:
 
 def test_after_fruitless_queries_there_is_a_pause_and_then_a_trial() -> None:
     ring = DrafterStats()
-    lookahead = taught(times(r1=0.100, r2=0.105), right=0, guesses=2, ring=ring)
+    windows = taught(times(r1=0.100, r2=0.105), right=0, guesses=2, ring=ring)
 
     looked = []
     for _ in range(200):
-        looked.append(not lookahead.is_paused)
-        guesses = lookahead.choose(2, 99).guesses if looked[-1] else 0
-        lookahead.note(2, guesses, 0)
+        looked.append(not windows.is_paused)
+        guesses = windows.choose(2, 99).guesses if looked[-1] else 0
+        windows.note(2, guesses, 0)
 
     assert looked[:4] == [True] * 4
     assert sum(looked) <= 4 + 3
@@ -305,21 +305,21 @@ def test_after_fruitless_queries_there_is_a_pause_and_then_a_trial() -> None:
 
 
 def test_an_accepted_trial_ends_the_pause() -> None:
-    lookahead = taught(times(r1=0.100, r2=0.105), right=0, guesses=2)
-    wrong(lookahead, 20)
-    assert lookahead.is_paused
+    windows = taught(times(r1=0.100, r2=0.105), right=0, guesses=2)
+    wrong(windows, 20)
+    assert windows.is_paused
 
-    lookahead.note(2, 2, 2)
+    windows.note(2, 2, 2)
 
-    assert not lookahead.is_paused
+    assert not windows.is_paused
 
 
 def test_a_new_session_inherits_the_pause() -> None:
     table, ring = times(r1=0.100, r2=0.105), DrafterStats()
     wrong(taught(table, 0, 2, ring), 20)
 
-    assert Lookahead(table, ring).is_paused
-    assert not Lookahead(table, DrafterStats()).is_paused
+    assert WindowChoice(table, ring).is_paused
+    assert not WindowChoice(table, DrafterStats()).is_paused
 
 
 def test_a_step_is_cut_as_it_was_chosen() -> None:
@@ -345,13 +345,13 @@ def test_a_single_step_drops_the_remainder() -> None:
     assert Window(guesses=4).cut(range(3), is_open=True) == ((0, 1),)
 
 
-def certain(table: StepTimes, right: int = 16) -> Lookahead:
+def certain(table: StepTimes, right: int = 16) -> WindowChoice:
     """Return a chooser after many steps of 16 guesses, of which the first ones were accepted."""
-    lookahead = Lookahead(table)
-    lookahead.note(2, 1, 0)  # otherwise it would start with few
+    windows = WindowChoice(table)
+    windows.note(2, 1, 0)  # otherwise it would start with few
     for _ in range(20):
-        lookahead.note(2, 16, right)
-    return lookahead
+        windows.note(2, 16, right)
+    return windows
 
 
 LONG = {"r1": 0.300, "r17": 0.320}
@@ -404,15 +404,15 @@ def test_a_good_run_between_rejections_does_not_start_pipelining() -> None:
     table = times(**LONG)
     for _ in range(20):
         table.note_interval(17, 0.080)
-    lookahead = certain(table, right=12)
+    windows = certain(table, right=12)
 
-    lookahead.note(2, 16, 16)
-    few = lookahead.choose(2, 999, depth=8)
+    windows.note(2, 16, 16)
+    few = windows.choose(2, 999, depth=8)
     for _ in range(20):
-        lookahead.note(2, 16, 16)
+        windows.note(2, 16, 16)
 
     assert few == Window(16, 1)
-    assert lookahead.choose(2, 999, depth=8).depth > 1
+    assert windows.choose(2, 999, depth=8).depth > 1
 
 
 def test_pipelined_times_decay_to_their_prior() -> None:
@@ -446,12 +446,12 @@ def test_the_prior_of_pipelined_times_is_a_trip_and_its_share_of_a_rank(ring: in
     assert (table.first(17), table.interval(17)) == pytest.approx(unmeasured, rel=1e-3)
 
 
-def endless(table: StepTimes) -> Lookahead:
+def endless(table: StepTimes) -> WindowChoice:
     """Return a chooser that saw so many accepted drafts that its rate is at the limit, 0.99."""
-    lookahead = Lookahead(table)
+    windows = WindowChoice(table)
     for _ in range(200):
-        lookahead.note(2, 16, 16)
-    return lookahead
+        windows.note(2, 16, 16)
+    return windows
 
 
 def seconds_of_a_run(depth: int, first: float, interval: float, *, trip: float = 0.320) -> float:
@@ -501,11 +501,11 @@ def test_a_new_ring_starts_with_one_step_and_doubles_its_drafts() -> None:
     table, chosen = times(**LONG), list[int]()
     for _ in range(20):
         table.note_interval(17, 0.010)
-    lookahead = Lookahead(table)
+    windows = WindowChoice(table)
     for _ in range(8):
-        window = lookahead.choose(3, 999, depth=8)
+        window = windows.choose(3, 999, depth=8)
         chosen.append(window.guesses * window.depth)
-        lookahead.note(3, window.guesses, window.guesses)
+        windows.note(3, window.guesses, window.guesses)
 
     assert chosen[0] == 4
     assert chosen[-1] == 16 * 8
@@ -539,15 +539,15 @@ def test_every_choice_respects_its_limits(
     steps: list[tuple[int, int, int, float, float]], confidence: int, room: int
 ) -> None:
     table, ring = StepTimes(), DrafterStats()
-    lookahead = Lookahead(table, ring)
+    windows = WindowChoice(table, ring)
     for sure, guesses, right, seconds, token_s in steps:
         table.note(1 + guesses, seconds)
         table.note_first(1 + guesses, 2 * seconds)
         table.note_interval(1 + guesses, seconds / 3)
         ring.note_query(guesses, token_s)
-        lookahead.note(sure, guesses, min(right, guesses))
+        windows.note(sure, guesses, min(right, guesses))
 
-    for each in (lookahead, Lookahead(table, ring)):
+    for each in (windows, WindowChoice(table, ring)):
         chosen = each.choose(confidence, room, depth=4, max_drafts=31)
         assert chosen.guesses in GUESSES
         assert chosen.depth in DEPTHS[:3]

@@ -311,7 +311,7 @@ def far(drafting: Drafting, clock: Clock, **more: Any) -> Speculator:
     after(speculator, clock, (), pick(10), ends=True)
     for _ in range(20):
         for voice in speculator._sources:
-            voice.lookahead.note(2, 16, 16)
+            voice.window_choice.note(2, 16, 16)
     return speculator
 
 
