@@ -23,7 +23,7 @@ from meshllm.model.parity.cases import divide
 from meshllm.model.split.shard import Shard
 from meshllm.model.steps.execution import matrix_bytes
 from meshllm.model.steps.load import load_shard
-from meshllm.model.steps.replay import SETTLED
+from meshllm.model.steps.replay import STEPS_BEFORE_REPLAY
 from meshllm.model.steps.runner import Runner
 from meshllm.model.steps.strategies import InvariantSteps, ReplayedSteps, Steps
 from meshllm.names import Quant, Span
@@ -153,7 +153,7 @@ def _begin(steps: Steps, shard: Shard) -> Callable[[EngineTask], Forward]:
         def step(ids: Tensor) -> Tensor:
             return torch.cat(steps.step_many(torch.split(ids, 1), caches))
 
-        for _ in range(SETTLED):  # warm up
+        for _ in range(STEPS_BEFORE_REPLAY):  # warm up
             step(torch.zeros(task.rows, 1, dtype=torch.int64))
         return step
 

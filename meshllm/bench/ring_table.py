@@ -33,7 +33,7 @@ from meshllm.model.files.source import Source, load_stock, resolve
 from meshllm.model.locate import BUILTIN
 from meshllm.model.split.onemkl import warm_up_onemkl
 from meshllm.model.split.skeleton import quiet
-from meshllm.model.steps.replay import SETTLED
+from meshllm.model.steps.replay import STEPS_BEFORE_REPLAY
 from meshllm.model.text.tokenizer import Text
 from meshllm.names import Quant
 from meshllm.node.compute.worker import compute_thread
@@ -64,7 +64,7 @@ class RingBenchmark:
 
     def tokens_of(self, number: int) -> int:
         """Return the new tokens of a round; in round 0, the warm-up, a ring settles its steps."""
-        return self.new_tokens if number else max(self.new_tokens, SETTLED + 1)
+        return self.new_tokens if number else max(self.new_tokens, STEPS_BEFORE_REPLAY + 1)
 
 
 @dataclass(frozen=True, slots=True)

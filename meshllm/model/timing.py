@@ -34,7 +34,7 @@ from meshllm.model.split.rope import context_of
 from meshllm.model.split.shard import Shard
 from meshllm.model.split.skeleton import Part, Skeleton, build, quiet, strip
 from meshllm.model.steps.execution import lacks_invariance
-from meshllm.model.steps.replay import SETTLED
+from meshllm.model.steps.replay import STEPS_BEFORE_REPLAY
 from meshllm.model.steps.runner import Runner
 from meshllm.model.steps.trial import run_untested
 from meshllm.names import Quant, Span
@@ -261,7 +261,7 @@ def _step_seconds(
         return took / sum(sizes[span.start : span.stop]) * mean
 
     for rows in few:
-        for _ in range(SETTLED):
+        for _ in range(STEPS_BEFORE_REPLAY):
             seconds(rows)
     return {rows: _typical(seconds, rows, device) for rows in few}, _Layers(runner, sizes)
 
@@ -298,7 +298,7 @@ def _head_seconds(
         runner.step(x, None)
         return time.perf_counter() - begin
 
-    for _ in range(SETTLED):
+    for _ in range(STEPS_BEFORE_REPLAY):
         seconds(1)
     return _typical(seconds, 1, device) * whole / timed
 

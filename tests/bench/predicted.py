@@ -32,7 +32,7 @@ from meshllm.bench.ring_table import NUMBER_TOKENS, WORD, random_model
 from meshllm.model.capacity import shape_of
 from meshllm.model.files.source import Source, resolve
 from meshllm.model.steps.load import load_shard
-from meshllm.model.steps.replay import SETTLED
+from meshllm.model.steps.replay import STEPS_BEFORE_REPLAY
 from meshllm.model.steps.runner import Runner
 from meshllm.model.steps.trial import run_untested
 from meshllm.model.timing import Speed, measure_speed
@@ -147,7 +147,7 @@ async def warm_up(fleet: Fleet, case: Case) -> None:
     """Run batches of each number of sessions, which are traced at first."""
     async with asyncio.TaskGroup() as group:
         for number in range(MAX_SESSIONS):
-            tokens = case.tokens + 2 * SETTLED * number  # they end one after the other
+            tokens = case.tokens + 2 * STEPS_BEFORE_REPLAY * number  # they end one after the other
             asked = Request(raw=raw(number, case.prompt), max_tokens=tokens)
             group.create_task(fleet.answer(asked))
 
@@ -181,7 +181,7 @@ def contention(source: Source, nodes: int, quant: Quant) -> float:
         torch.set_num_threads(1)  # of this thread
         with torch.inference_mode():
             cache = runner.new_cache()
-            for _ in range(1 + SETTLED):
+            for _ in range(1 + STEPS_BEFORE_REPLAY):
                 runner.step(row, cache)
             if start is not None:
                 start.wait()

@@ -15,7 +15,7 @@ from meshllm.bench.ring_table import (
     table,
 )
 from meshllm.errors import UserError
-from meshllm.model.steps.replay import SETTLED
+from meshllm.model.steps.replay import STEPS_BEFORE_REPLAY
 from meshllm.names import Quant
 from meshllm.node.ring.local_ring import LocalRing
 from meshllm.request import Answer, Request, Sampling
@@ -73,7 +73,7 @@ def test_a_ring_settles_its_steps_before_it_is_measured(monkeypatch: pytest.Monk
 
     measure(RingBenchmark("tiny", (1,), 8, 2, rounds=1, threads=1), lambda _: None)
 
-    assert asked == [SETTLED + 1, 2]
+    assert asked == [STEPS_BEFORE_REPLAY + 1, 2]
 
 
 @pytest.mark.socket
@@ -97,7 +97,7 @@ def test_a_ring_of_processes_is_measured_against_transformers(
     assert (plain.name, ring.name) == (TRANSFORMERS, "ring of 2, int8")
     assert ring.ms_per_token > 0
     assert (plain.hop_ms, ring.hop_ms > 0) == (0.0, True)
-    assert [each.max_tokens for each in asked] == [SETTLED + 1, 4]
+    assert [each.max_tokens for each in asked] == [STEPS_BEFORE_REPLAY + 1, 4]
     assert [len(each.ids) for each in asked] == [16, 16]  # transformers tokenizes nothing either
     assert asked[0].ids != asked[1].ids
 

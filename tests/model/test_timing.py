@@ -21,7 +21,7 @@ from meshllm.model.shape import free_memory
 from meshllm.model.split.shard import Shard
 from meshllm.model.split.skeleton import Part, Skeleton, build
 from meshllm.model.steps.cuda_graph import Graph
-from meshllm.model.steps.replay import SETTLED
+from meshllm.model.steps.replay import STEPS_BEFORE_REPLAY
 from meshllm.model.steps.runner import Runner
 from meshllm.model.timing import (
     BUSY_AGE_S,
@@ -536,7 +536,7 @@ def test_a_gpu_is_timed_by_its_graph(source: Source, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Graph, "step", counting)
     with graphs_pretended(monkeypatch), torch.inference_mode():
         table, _ = module._step_seconds(source, torch.float32, Quant.NONE, OTHER_CPU, [1, 8])
-        assert launched.count(8) > SETTLED
+        assert launched.count(8) > STEPS_BEFORE_REPLAY
         head = module._head_seconds(source, torch.float32, Quant.NONE, OTHER_CPU)
 
     assert list(table) == [1, 8]

@@ -209,8 +209,8 @@ class Simulation:
         self.reused = 0
         self.flights: Counter[int] = Counter()  # steps in flight at each returned one
         self.caches: list[dict[SessionId, list[int]]] = [{} for _ in range(self.ring)]
-        self.settled: list[dict[SessionId, list[int]]] = [{} for _ in range(self.ring)]
-        """Rows that a rank has called settled, as they were then."""
+        self.committed: list[dict[SessionId, list[int]]] = [{} for _ in range(self.ring)]
+        """Rows that a rank has called committed, as they were then."""
         self.garbled = set[SessionId]()
         """Sessions of which a chunk of the prompt became garbage."""
         self.busy_until = [0.0] * self.ring
@@ -450,8 +450,8 @@ class Simulation:
         stage = self.stages[rank]
         self.act(rank, stage.computed(compute.session, blob, self.now, Spent(10, 2, 1)))
         if (session := compute.session) in self.caches[rank]:
-            copied = self.settled[rank].setdefault(session, [])
-            copied += self.caches[rank][session][len(copied) : stage.settled.get(session, 0)]
+            copied = self.committed[rank].setdefault(session, [])
+            copied += self.caches[rank][session][len(copied) : stage.committed.get(session, 0)]
 
     def layers(self, rank: int, session: SessionId, pos: int, rows: list[int]) -> list[int]:
         cache = self.caches[rank].setdefault(session, [])
@@ -467,8 +467,8 @@ class Simulation:
 
     def drive(self, one: Generation, actions: Sequence[actions.Action]) -> None:
         if (session := one.task.session) in self.caches[0]:
-            copied = self.settled[0].setdefault(session, [])
-            copied += self.caches[0][session][len(copied) : one.entry.settled]
+            copied = self.committed[0].setdefault(session, [])
+            copied += self.caches[0][session][len(copied) : one.entry.committed]
         for action in actions:
             match action:
                 case Embed():
@@ -560,12 +560,12 @@ def judge(simulation: Simulation) -> Counter[str]:
         assert all(before < after for before, after in pairwise(one.progress))
         assert one.closed is not None
         rows: list[int] = [*one.task.prompt, *one.text]
-        for rank, settled in enumerate(simulation.settled):
+        for rank, committed in enumerate(simulation.committed):
             if one.task.session in simulation.garbled:
                 break
             rows = run_layers(rank, [], rows)
-            copied = settled.get(one.task.session, [])
-            assert copied == rows[: len(copied)], "rows that a draft took back were settled"
+            copied = committed.get(one.task.session, [])
+            assert copied == rows[: len(copied)], "rows that a draft took back were committed"
         match one.outcome:
             case Failed(FaultCode.RULES) if simulation.weather.invalid:
                 ends["refused"] += 1

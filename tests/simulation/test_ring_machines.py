@@ -137,10 +137,10 @@ class Deaf(Stage):
 
 
 class Confident(Stage):
-    """Calls rows settled that were drafted."""
+    """Calls rows committed that were drafted."""
 
     @property
-    def settled(self) -> dict[SessionId, int]:
+    def committed(self) -> dict[SessionId, int]:
         return {session: state.kv_len for session, state in self._sessions.items()}
 
 
@@ -152,19 +152,19 @@ class Hasty(Entry):
 
 
 class Certain(Entry):
-    """Calls the drafts of a step settled before it is picked."""
+    """Calls the drafts of a step committed before it is picked."""
 
     @property
-    def settled(self) -> int:
+    def committed(self) -> int:
         return self._done
 
 
 class Boasting(Entry):
-    """Calls what comes before each step settled."""
+    """Calls what comes before each step committed."""
 
     def _data_of(self, job: actions.Embed, blob: Blob | None) -> Data:
         data = super()._data_of(job, blob)
-        return replace(data, flags=data.flags | Flags.SETTLED)
+        return replace(data, flags=data.flags | Flags.COMMITTED)
 
 
 class Trusting(Entry):
@@ -249,7 +249,7 @@ class Repeating(Entry):
         "a draft",
         "a draft in a crowd",
         "not done",
-        "not settled",
+        "not committed",
         "not picked",
         "any gen",
         "twice",

@@ -28,7 +28,7 @@ have no trace.
 """
 CHECKS = 2
 """Steps after the trace that are run both ways and compared."""
-SETTLED = EAGER_STEPS + 1 + CHECKS
+STEPS_BEFORE_REPLAY = EAGER_STEPS + 1 + CHECKS
 """Steps of the same number of rows before the next ones are replayed."""
 MOST_TRIES = 16
 """Steps that are traced or run both ways, at most; those with NaN prove nothing."""

@@ -80,7 +80,7 @@ class KvHandover:
         Until all of them have taken what there was, each takes what is written meanwhile.
         """
         before = self._plan()
-        if before is None or rank is None or not rank.settled or not self._model.resumes:
+        if before is None or rank is None or not rank.committed or not self._model.resumes:
             return
         nodes = next_owners(before, plan, self._me)
         progress = _Progress(set(nodes))

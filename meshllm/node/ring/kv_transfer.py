@@ -60,7 +60,7 @@ class Rank(Protocol):
     """The entry or a stage, whose sessions are handed over."""
 
     @property
-    def settled(self) -> Mapping[SessionId, int]:
+    def committed(self) -> Mapping[SessionId, int]:
         """Positions that no draft takes back, of each session that may be handed over."""
 
     def cache_of(self, session: SessionId) -> SessionCache | None:
@@ -116,7 +116,7 @@ class KvSender:
         self._begin = loop_time()
         for _ in range(MOST_PASSES):
             before = self.rows
-            for session, stop in list(self._rank.settled.items()):
+            for session, stop in list(self._rank.committed.items()):
                 await self._send(session, stop)
             if self.rows == before:
                 break

@@ -209,10 +209,10 @@ class EntryNode:
         return len(self._sessions)
 
     @property
-    def settled(self) -> dict[SessionId, int]:
+    def committed(self) -> dict[SessionId, int]:
         """Positions that no draft takes back, of each session that may be handed over."""
         sessions = self._sessions.items()
-        return {key: each.machine.settled for key, each in sessions if each.hands_over}
+        return {key: each.machine.committed for key, each in sessions if each.hands_over}
 
     def cache_of(self, session: SessionId) -> SessionCache | None:
         """Return the cache of a session; None if it has none yet, or has ended."""

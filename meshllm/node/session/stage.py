@@ -110,9 +110,9 @@ class StageNode:
         return len(self._sessions)
 
     @property
-    def settled(self) -> dict[SessionId, int]:
+    def committed(self) -> dict[SessionId, int]:
         """Positions that no draft takes back, of each session that may be handed over."""
-        return self._machine.settled
+        return self._machine.committed
 
     def cache_of(self, session: SessionId) -> SessionCache | None:
         """Return the cache of a session; None if it has none yet, or has ended."""

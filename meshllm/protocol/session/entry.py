@@ -179,7 +179,7 @@ class Entry:
         return crop_chunks(self._chunks, self._done), self._done
 
     @property
-    def settled(self) -> int:
+    def committed(self) -> int:
         """Positions that no draft takes back; while a step is picked, its drafts are not."""
         return min(self._done, len(self._tokens))
 
@@ -441,7 +441,7 @@ class Entry:
         if job.recomputes:
             flags |= Flags.RECOMPUTE
         if job.is_step and not job.recomputes and len(self._flight) == 1:
-            flags |= Flags.SETTLED
+            flags |= Flags.COMMITTED
         if not self._task.hands_over:
             flags |= Flags.NO_HANDOVER
         return Data(self._task.session, self._task.epoch, self._gen, job.pos, rows, flags, blob)

@@ -73,7 +73,7 @@ class Flags(IntFlag):
     RECOMPUTE = auto()
     """Compute the rows only in the layers that a `Resume` calls lost. Ranks whose last layer is
     followed by a lost one send the rows that they recorded, the others send none."""
-    SETTLED = auto()
+    COMMITTED = auto()
     """Nothing is in flight before this step: the rows before it have been all round the ring."""
     NO_HANDOVER = auto()
     """Never hand the caches of the session over: only some nodes may see it, and the stages do not

@@ -171,7 +171,7 @@ class _SessionState:
     tally: Tally = _EMPTY_TALLY
     feeds_lost: bool = False  # the layer after this rank's last is lost
     has_missed: bool = False  # its cache is gone, and cannot be recomputed any more
-    settled: int = 0  # positions that no draft may take back
+    committed: int = 0  # positions that no draft may take back
     base: tuple[SessionId, int] | None = None  # what it took over, and how many positions of it
     ends: deque[int] = field(default_factory=lambda: deque(maxlen=1 + MAX_PENDING))
     hands_over: bool | None = None  # None until its first Data: a Resume does not tell
@@ -179,18 +179,18 @@ class _SessionState:
     def grow(self, data: Data) -> None:
         """Note that rows were written, behind which nothing is held.
 
-        What the entry does not call settled is so when more messages followed than are in flight.
+        What the entry does not call committed is so when more messages followed than are in flight.
         """
         self.kv_len = data.pos + data.rows
-        self.settled = min(self.settled, data.pos)
+        self.committed = min(self.committed, data.pos)
         if Flags.PREFILL in data.flags:
-            self.settled = self.kv_len
+            self.committed = self.kv_len
         elif data.gen == self.gen:
             self.ends.append(self.kv_len)
-            if Flags.SETTLED in data.flags:
-                self.settled = max(self.settled, data.pos)
+            if Flags.COMMITTED in data.flags:
+                self.committed = max(self.committed, data.pos)
         if len(self.ends) == self.ends.maxlen:
-            self.settled = max(self.settled, self.ends[0])
+            self.committed = max(self.committed, self.ends[0])
 
     def note_handover(self, data: Data) -> None:
         """Note whether the session may be handed over: once it may not, it never may."""
@@ -333,9 +333,9 @@ class Stage:
         return [Forward(logits)] if state and state.gen <= logits.gen else []
 
     @property
-    def settled(self) -> dict[SessionId, int]:
+    def committed(self) -> dict[SessionId, int]:
         """Positions that no draft takes back, of each session that may be handed over."""
-        return {key: state.settled for key, state in self._sessions.items() if state.hands_over}
+        return {key: state.committed for key, state in self._sessions.items() if state.hands_over}
 
     @property
     def deadline(self) -> float | None:
@@ -433,7 +433,7 @@ class Stage:
                 return [Free(each) for each in (*gone, base)]
         capacity = capacity if whole else length
         self._sessions[session] = state = _SessionState(
-            now, kv_len=length, capacity=capacity, feeds_lost=feeds_lost, settled=length
+            now, kv_len=length, capacity=capacity, feeds_lost=feeds_lost, committed=length
         )
         state.base = (resume.base, length) if whole else None
         return [*map(Free, gone), Adopt(session, base, length, whole)]
@@ -458,7 +458,7 @@ class Stage:
         if not self.budget.reserve(session, length):
             return [Free(base)] if is_begun else []
         self._sessions[session] = state = _SessionState(
-            now, kv_len=length, capacity=length, feeds_lost=feeds_lost, settled=length
+            now, kv_len=length, capacity=length, feeds_lost=feeds_lost, committed=length
         )
         state.base = (resume.base, length) if resume.whole else None
         begin = [Adopt(session, base, length, whole=True)] if is_begun else []

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from meshllm.model.kernels import jit
 from meshllm.model.modules.linear_onednn import PackedLinear
 from meshllm.model.steps import compiled_step
-from meshllm.model.steps.replay import SETTLED, Replay
+from meshllm.model.steps.replay import STEPS_BEFORE_REPLAY, Replay
 from meshllm.model.steps.trace import Op
 from tests.builders.replayed import check_replay, filled, forget, ids, runner_of, steps_of, tape_of
 
@@ -25,7 +25,7 @@ def test_least_recently_used_plans_are_evicted(
     runner = runner_of(tmp_path)
     caches = [filled(runner, 4 + at) for at in range(3)]
 
-    for rows in [(1, 1, 1)] * (SETTLED + 1) + [(2, 1), (1, 1, 1), (3,)]:
+    for rows in [(1, 1, 1)] * (STEPS_BEFORE_REPLAY + 1) + [(2, 1), (1, 1, 1), (3,)]:
         runner.step_many([ids(count) for count in rows], caches[: len(rows)])
 
     assert list(tape_of(runner, 3)._plans) == [(1, 1, 1), (3,)]
@@ -77,7 +77,7 @@ def test_all_values_are_compared_once_per_machine(
         before = len(tried)
         runner = runner_of(tmp_path / f"model {len(list(tmp_path.iterdir()))}")
         cache = filled(runner, 4)
-        for _ in range(SETTLED):
+        for _ in range(STEPS_BEFORE_REPLAY):
             runner.step(ids(1), cache)
         return len(tried) - before
 

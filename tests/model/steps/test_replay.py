@@ -16,7 +16,7 @@ from meshllm.model.kernels import jit
 from meshllm.model.split.kv_cache import SpanCache
 from meshllm.model.steps import replay
 from meshllm.model.steps.execution import Strategy
-from meshllm.model.steps.replay import CHECKS, MOST_TRIES, SETTLED, Replay, _State
+from meshllm.model.steps.replay import CHECKS, MOST_TRIES, STEPS_BEFORE_REPLAY, Replay, _State
 from meshllm.model.steps.runner import Runner
 from meshllm.names import Quant, Span
 from tests.builders.replayed import check_replay, filled, forget, ids, runner_of, steps_of, tape_of
@@ -75,12 +75,12 @@ def test_slow_first_and_traced_steps_are_counted(tmp_path: Path) -> None:
     runner = runner_of(tmp_path)
     cache, counts = filled(runner, 6), []
 
-    for seed in range(SETTLED + 2):
+    for seed in range(STEPS_BEFORE_REPLAY + 2):
         before = runner.prepared
         runner.step(ids(3, seed), cache)
         counts.append(runner.prepared - before)
 
-    first, recorded = counts[0], counts[SETTLED - CHECKS - 1 : SETTLED]
+    first, recorded = counts[0], counts[STEPS_BEFORE_REPLAY - CHECKS - 1 : STEPS_BEFORE_REPLAY]
     assert [first, *recorded] == [1] * (2 + CHECKS)
     assert sum(counts) == 2 + CHECKS
 
@@ -107,7 +107,7 @@ def test_cropped_and_branched_caches_are_replayed(tmp_path: Path) -> None:
 def test_batched_sessions_are_replayed(tmp_path: Path) -> None:
     runner = runner_of(tmp_path, "gemma3_text")
     tokens = ids(400, seed=3)
-    layouts = [(1, 1, 1), (2, 1), (1, 2), (3,)] * (SETTLED + 1)
+    layouts = [(1, 1, 1), (2, 1), (1, 2), (3,)] * (STEPS_BEFORE_REPLAY + 1)
 
     def run() -> list[Tensor]:
         caches, at, outputs = [filled(runner, 4 + seed, seed) for seed in range(3)], 0, []
@@ -156,7 +156,7 @@ def test_a_head_takes_sessions_in_any_order(tmp_path: Path) -> None:
     runner = runner_of(tmp_path, span=Span(6, 6), embed=False, head=True)
     width = runner.shard.model.config.hidden_size
     rows = torch.randn(1, 6, width, generator=torch.Generator().manual_seed(4)).bfloat16()
-    layouts = [(1, 2, 3), (3, 2, 1), (1, 3, 2)] * (SETTLED + 1)
+    layouts = [(1, 2, 3), (3, 2, 1), (1, 3, 2)] * (STEPS_BEFORE_REPLAY + 1)
 
     def run() -> list[Tensor]:
         return [
@@ -220,7 +220,7 @@ def test_bad_rows_are_refused_and_leave_no_trace(tmp_path: Path, rows: Tensor) -
 def test_a_bad_row_of_a_session_leaves_no_trace_in_others(tmp_path: Path) -> None:
     runner = runner_of(tmp_path)
     caches = [filled(runner, 6), filled(runner, 6)]
-    for seed in range(SETTLED + 1):
+    for seed in range(STEPS_BEFORE_REPLAY + 1):
         runner.step_many([ids(1, seed), ids(1, seed)], caches)
 
     with pytest.raises(IndexError):
@@ -237,7 +237,7 @@ def test_unusual_steps_run_eagerly(tmp_path: Path, kind: str) -> None:
 
     def run() -> list[Tensor]:
         caches = [filled(runner, 6), filled(runner, 6)]
-        for seed in range(SETTLED + 1):
+        for seed in range(STEPS_BEFORE_REPLAY + 1):
             runner.step_many([ids(1, seed), ids(1, seed)], caches)
         match kind:
             case "no rows":
@@ -264,7 +264,7 @@ def test_rows_with_nan_prove_nothing(tmp_path: Path) -> None:
     runner.prefill(torch.zeros(1, 6, width, dtype=torch.bfloat16), cache)
     bad = torch.full((1, 2, width), float("nan"), dtype=torch.bfloat16)
 
-    for _ in range(SETTLED + 3):
+    for _ in range(STEPS_BEFORE_REPLAY + 3):
         assert runner.step(bad, cache).isnan().all()
 
     state = steps_of(runner).replay._states[2, torch.get_num_threads()]
@@ -422,7 +422,7 @@ def test_steps_that_are_not_replayed_are_told_with_one_warning(
 
     for counts in ([3, 2], [1, 5, 9]):
         for count in counts:
-            for seed in range(SETTLED):
+            for seed in range(STEPS_BEFORE_REPLAY):
                 runner.step(ids(count, seed), cache)
         found = runner.execution
         told.append((found.strategy, found.reason.partition(": ")[0], found.is_fallback))

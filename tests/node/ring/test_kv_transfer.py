@@ -82,10 +82,10 @@ class Rank:
     """Sessions that are handed over."""
 
     caches: dict[SessionId, SessionCache]
-    settled: dict[SessionId, int] = field(default_factory=dict)
+    committed: dict[SessionId, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.settled = {session: cache.length for session, cache in self.caches.items()}
+        self.committed = {session: cache.length for session, cache in self.caches.items()}
 
     def cache_of(self, session: SessionId) -> SessionCache | None:
         return self.caches.get(session)
@@ -179,10 +179,10 @@ def test_rows_behind_the_layers_are_optional(next_layer: int | None, *, records:
 @pytest.mark.parametrize("more", [FEW_ROWS - 1, FEW_ROWS])
 def test_a_session_that_goes_on_is_sent_until_few_rows_are_left(more: int) -> None:
     rank = Rank({ONE: cache_of(200)})
-    rank.settled[ONE] = 20
+    rank.committed[ONE] = 20
 
     def grow(_: int) -> None:
-        rank.settled[ONE] += more if rank.settled[ONE] > 20 or peer.offers else 0
+        rank.committed[ONE] += more if rank.committed[ONE] > 20 or peer.offers else 0
 
     peer = Peer(on_offer=grow)
     sent = send(rank, peer, next_layer=None)
@@ -205,7 +205,7 @@ def test_what_ends_while_it_is_sent_is_left() -> None:
 def test_a_layer_that_does_not_keep_all_rows_is_not_sent() -> None:
     peer = Peer()
     rank = Rank({ONE: cache_of(4)})
-    rank.settled[ONE] = 5  # what a window has dropped, or was never there
+    rank.committed[ONE] = 5  # what a window has dropped, or was never there
 
     assert send(rank, peer) == 0
 
@@ -225,7 +225,7 @@ def test_values_that_are_not_finite_are_not_sent() -> None:
 def test_a_layer_that_fails_once_is_not_sent_again() -> None:
     """Nor the session, while others are sent in another pass."""
     rank = Rank({ONE: cache_of(300), OTHER: cache_of(300)})
-    rank.settled = {ONE: 100, OTHER: 100}
+    rank.committed = {ONE: 100, OTHER: 100}
     copied = rank.caches[ONE].copied_rows
     failing = iter([False] * 3 + [True])  # both layers are looked at first
 
@@ -233,7 +233,7 @@ def test_a_layer_that_fails_once_is_not_sent_again() -> None:
         return None if next(failing, False) else copied(layer, start, stop)
 
     rank.caches[ONE].copied_rows = fails  # type: ignore[method-assign]
-    peer = Peer(on_offer=lambda _: rank.settled.update(dict.fromkeys(rank.settled, 200)))
+    peer = Peer(on_offer=lambda _: rank.committed.update(dict.fromkeys(rank.committed, 200)))
 
     assert send(rank, peer, next_layer=None) == 200
 
@@ -276,14 +276,14 @@ def test_time_between_two_passes_does_not_slow_the_link_down(
 ) -> None:
     monkeypatch.setattr(kv_transfer, "MEASURED_BYTES", 1)
     rank, peer = Rank({ONE: cache_of(400)}), Peer()
-    rank.settled[ONE] = 200
+    rank.committed[ONE] = 200
 
     async def ours(link: Link) -> int:
         worker = Worker(InlineExecutor())
         sender = KvSender(link, OFFER, worker, rank, LAYERS, None, lambda _: 1.0)
         await sender.catch_up()
         await asyncio.sleep(50)  # another node loads
-        rank.settled[ONE] = 400
+        rank.committed[ONE] = 400
         await sender.catch_up()
         return sender.rows
 

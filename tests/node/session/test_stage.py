@@ -125,7 +125,7 @@ async def test_what_may_be_drafts_is_not_settled() -> None:
     async with serving() as stage:
         await stage.receive(data(ONE, 0, 1, 2, 3, flags=PREFILL), data(ONE, 3, 4, 5, 6))
 
-        assert stage.node.settled == {ONE: 3}
+        assert stage.node.committed == {ONE: 3}
         held = stage.node.cache_of(ONE)
         assert held is not None
         assert held.length == 6

@@ -54,7 +54,7 @@ from tests.builders.entry import (
 TALLIES = (Tally(Spent(10, 2, 1), 1, 100, 5), Tally(Spent(20, 3, 2), 1, 200, 6))
 CANCELLED = FinishReason.CANCELLED
 
-LONE_STEP = Flags.NEED_ROW | Flags.SETTLED
+LONE_STEP = Flags.NEED_ROW | Flags.COMMITTED
 """Of a step while nothing is in flight before it."""
 
 
@@ -481,15 +481,15 @@ def test_guesses_follow_the_last_token_and_request_all_rows() -> None:
     assert entry.receive(back(2, 3, row=blob(3)), 0.8) == [Pick(0, 3, blob(3), (91, 92), 5)]
 
 
-def test_guesses_are_settled_once_they_are_accepted() -> None:
+def test_guesses_are_committed_once_they_are_accepted() -> None:
     entry = guessing(91, 92)
-    assert entry.settled == 2
+    assert entry.committed == 2
     entry.receive(back(2, 3, row=blob(3)), 2.0)
-    assert entry.settled == 3  # of the step that is picked, its first token
+    assert entry.committed == 3  # of the step that is picked, its first token
 
     entry.picked((91, 77), 2.0)
 
-    assert entry.settled == 4
+    assert entry.committed == 4
 
 
 def test_accepted_guesses_are_tokens_and_the_last_row_gives_one_more() -> None:

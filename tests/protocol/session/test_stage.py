@@ -204,15 +204,15 @@ def test_a_name_is_not_used_again_while_rows_of_its_last_session_run() -> None:
 
     assert stage.receive(data(0, 1), 0.3) == []
     stage.receive(Resume(ONE, EPOCH, TWO, 4, whole=True, lost=(Span(1, 2),)), 0.4)
-    assert stage.settled == {}
+    assert stage.committed == {}
     stage.computed(ONE, blob(1), 0.5, SPENT)
     assert stage.receive(data(0, 1), 0.6) == [compute(0, 1, 1)]
 
 
-def test_a_prompt_is_settled_once_it_is_computed() -> None:
+def test_a_prompt_is_committed_once_it_is_computed() -> None:
     stage = filled(4)
 
-    assert stage.settled == {ONE: 4}
+    assert stage.committed == {ONE: 4}
 
 
 def test_a_confined_session_is_not_handed_over_and_others_are() -> None:
@@ -220,7 +220,7 @@ def test_a_confined_session_is_not_handed_over_and_others_are() -> None:
     stage.receive(data(0, rows=4, flags=Flags.PREFILL | Flags.NO_HANDOVER, session=TWO), 0.0)
     stage.computed(TWO, blob(4), 0.0, SPENT)
 
-    assert stage.settled == {ONE: 4}
+    assert stage.committed == {ONE: 4}
 
 
 @pytest.mark.parametrize("at", [0, 1])
@@ -231,12 +231,12 @@ def test_a_session_stays_confined_if_any_message_says_so(at: int) -> None:
         stage.receive(data(pos, flags=each), 0.0)
         stage.computed(ONE, blob(1), 0.0, SPENT)
 
-    assert stage.settled == {}
+    assert stage.committed == {}
 
 
-@pytest.mark.parametrize(("flags", "settled"), [(NO_FLAGS, {TWO: 4}), (Flags.NO_HANDOVER, {})])
+@pytest.mark.parametrize(("flags", "committed"), [(NO_FLAGS, {TWO: 4}), (Flags.NO_HANDOVER, {})])
 def test_a_session_that_continues_another_is_handed_over_once_its_data_allow_it(
-    flags: Flags, settled: dict[SessionId, int]
+    flags: Flags, committed: dict[SessionId, int]
 ) -> None:
     stage = Stage(1, 3, epoch=EPOCH, index=shelf_of(8))
     stage.receive(data(0, rows=4, flags=Flags.PREFILL), 0.0)
@@ -244,33 +244,33 @@ def test_a_session_that_continues_another_is_handed_over_once_its_data_allow_it(
     stage.receive(Close(ONE, EPOCH, keep=4), 0.1)
 
     stage.receive(Resume(TWO, EPOCH, ONE, 4, whole=True), 0.2)
-    assert stage.settled == {}
+    assert stage.committed == {}
     assert stage.receive(data(4, flags=flags, session=TWO), 0.3)
-    assert stage.settled == settled
+    assert stage.committed == committed
 
 
 def step(stage: Stage, pos: int, rows: int = 1, gen: int = 0, flags: Flags = NO_FLAGS) -> int:
-    """Compute a decode step; return how many positions are settled."""
+    """Compute a decode step; return how many positions are committed."""
     stage.receive(data(pos, rows, gen, flags), 1.0)
     stage.computed(ONE, blob(rows), 1.1, SPENT)
-    return stage.settled[ONE]
+    return stage.committed[ONE]
 
 
-def test_what_comes_before_a_step_is_settled_if_the_entry_says_so() -> None:
+def test_what_comes_before_a_step_is_committed_if_the_entry_says_so() -> None:
     stage = filled(4)
 
     assert step(stage, 4, 3) == 4
     assert step(stage, 7, 3) == 4
-    assert step(stage, 10, 3, flags=Flags.SETTLED) == 10
-    assert step(stage, 12, 2, gen=1, flags=Flags.SETTLED) == 12
+    assert step(stage, 10, 3, flags=Flags.COMMITTED) == 10
+    assert step(stage, 12, 2, gen=1, flags=Flags.COMMITTED) == 12
 
 
-def test_what_comes_before_more_steps_than_are_in_flight_is_settled() -> None:
+def test_what_comes_before_more_steps_than_are_in_flight_is_committed() -> None:
     stage = filled(4)
 
-    settled = [step(stage, 4 + 2 * at, 2) for at in range(MAX_PENDING + 3)]
+    committed = [step(stage, 4 + 2 * at, 2) for at in range(MAX_PENDING + 3)]
 
-    assert settled == [*[4] * MAX_PENDING, 6, 8, 10]
+    assert committed == [*[4] * MAX_PENDING, 6, 8, 10]
 
 
 def test_a_new_gen_counts_its_own_steps() -> None:
@@ -278,9 +278,9 @@ def test_a_new_gen_counts_its_own_steps() -> None:
     for at in range(MAX_PENDING):
         step(stage, 4 + at)
 
-    settled = [step(stage, 20 + at, gen=1) for at in range(MAX_PENDING + 2)]
+    committed = [step(stage, 20 + at, gen=1) for at in range(MAX_PENDING + 2)]
 
-    assert settled == [*[4] * MAX_PENDING, 21, 22]
+    assert committed == [*[4] * MAX_PENDING, 21, 22]
 
 
 def test_rows_of_an_older_gen_that_were_running_settle_nothing() -> None:
@@ -288,14 +288,14 @@ def test_rows_of_an_older_gen_that_were_running_settle_nothing() -> None:
     stage.receive(data(4, 3), 1.0)
     stage.receive(Cancel(ONE, EPOCH, 1), 1.05)
     stage.computed(ONE, blob(3), 1.1, SPENT)
-    assert stage.settled == {ONE: 4}
+    assert stage.committed == {ONE: 4}
 
-    settled = [step(stage, 5 + at, gen=1) for at in range(MAX_PENDING + 1)]
+    committed = [step(stage, 5 + at, gen=1) for at in range(MAX_PENDING + 1)]
 
-    assert settled == [*[4] * MAX_PENDING, 6]
+    assert committed == [*[4] * MAX_PENDING, 6]
 
 
-def test_rows_that_are_written_again_are_not_settled() -> None:
+def test_rows_that_are_written_again_are_not_committed() -> None:
     stage = filled(4)
 
     assert step(stage, 2, gen=1) == 2
@@ -312,7 +312,7 @@ ASKS = Flags.NEED_ROW | Flags.HELP
         (2, Flags.NEED_ROW, None),
         (2, Flags.HELP, None),
         (2, ASKS | Flags.PREFILL, None),
-        (2, ASKS | Flags.SETTLED | Flags(1 << 6), 7),
+        (2, ASKS | Flags.COMMITTED | Flags(1 << 6), 7),
     ],
     ids=["asked", "not the last rank", "not asked", "for no row", "for a prompt", "later version"],
 )
