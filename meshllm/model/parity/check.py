@@ -117,10 +117,10 @@ def check(
     folder, keys = folder or cache_path(), [_key(text)]
     if is_whole:
         keys.append((*keys[0], "whole"))
-    if known := _recall(folder, keys):
+    if known := _load_verdict(folder, keys):
         return known
     with locked(folder, *keys[-1], meanwhile=pause):
-        if known := _recall(folder, keys):
+        if known := _load_verdict(folder, keys):
             return known
         depth = Depth(layouts=("1",)) if is_whole else Depth()
         verdict = table.explain(text.model_type, _measure_like(text, table, depth))
@@ -130,7 +130,7 @@ def check(
     return verdict
 
 
-def _recall(folder: Path, keys: Sequence[tuple[str, ...]]) -> Verdict | None:
+def _load_verdict(folder: Path, keys: Sequence[tuple[str, ...]]) -> Verdict | None:
     """Return the first cached verdict."""
     for key in keys:
         with suppress(TypeError):  # none, damaged, or of another version

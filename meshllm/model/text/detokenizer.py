@@ -96,10 +96,10 @@ class _Characters:
         if len(self._window) - self._context > _MAX_PENDING:
             return self.finish()
         became_valid = len(text) < len(self._text)
-        settled = len(text) if became_valid else len(text) - _incomplete(text)
-        piece = text[self._emitted : settled]
-        self._text, self._emitted = text, settled
-        if piece and settled == len(text):
+        complete = len(text) if became_valid else len(text) - _incomplete(text)
+        piece = text[self._emitted : complete]
+        self._text, self._emitted = text, complete
+        if piece and complete == len(text):
             self._window = self._window[self._context :]
             self._context = len(self._window)
             self._text = self._decode(self._window)

@@ -99,7 +99,7 @@ class Text:
         """Prepared for grammars by the first request that needs one."""
         added = tokenizer.added_tokens_decoder.items()
         special = {token for token, form in added if form.special}
-        self._tokenizer = _settled(tokenizer)
+        self._tokenizer = _initialised(tokenizer)
         self._texts = ThreadPoolExecutor(1, "texts")
         self._chats = ThreadPoolExecutor(1, "chats")
         self._long = ThreadPoolExecutor(1, "long-texts")
@@ -315,7 +315,7 @@ def _load(folder: Path) -> Any:
     return tokenizer
 
 
-def _settled(tokenizer: Any) -> Any:
+def _initialised(tokenizer: Any) -> Any:
     """Set what the first call of a tokenizer would: a setter waits for all calls that run."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:

@@ -57,13 +57,13 @@ def save_records(store: StateStore, records: SavedRecords) -> None:
         UserError: the folder cannot be written.
     """
     items = [item.encode() for item in records.lasting]
-    store.remember(_NAME, b"".join(len(item).to_bytes(_LENGTH_BYTES) + item for item in items))
+    store.save(_NAME, b"".join(len(item).to_bytes(_LENGTH_BYTES) + item for item in items))
     met = records.met
     known = {**met, **{node: at for node, at in store.peers.items() if node not in met}}
     lasting = [node for node in known if node not in records.gone]
     store.peers = {node: known[node] for node in lasting[: records.most]}
     left = records.left | (_left(store) - met.keys())
-    store.remember(_LEFT, b"".join(sorted(left & store.peers.keys())))
+    store.save(_LEFT, b"".join(sorted(left & store.peers.keys())))
 
 
 def left_nodes(machine: Mesh) -> frozenset[NodeId]:
@@ -78,7 +78,7 @@ def expected_nodes(store: StateStore) -> frozenset[NodeId]:
 
 
 def _left(store: StateStore) -> set[NodeId]:
-    data = store.recall(_LEFT)
+    data = store.load(_LEFT)
     return {NodeId(data[at : at + NODE_ID_BYTES]) for at in range(0, len(data), NODE_ID_BYTES)}
 
 
@@ -175,7 +175,7 @@ def restore_records(store: StateStore, machine: Mesh, now: float) -> None:
 
 
 def _load(store: StateStore) -> list[Item]:
-    data = store.recall(_NAME)
+    data = store.load(_NAME)
     items, at = [], 0
     while at < len(data):
         start = at + _LENGTH_BYTES

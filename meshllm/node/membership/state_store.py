@@ -160,13 +160,13 @@ class StateStore:
         incarnation: int = self._content["incarnation"]
         return incarnation
 
-    def recall(self, name: str) -> bytes:
+    def load(self, name: str) -> bytes:
         """Return the bytes stored under a name; empty if there are none."""
         return bytes.fromhex(self._content.get(name, ""))
 
-    def remember(self, name: str, data: bytes) -> None:
+    def save(self, name: str, data: bytes) -> None:
         """Store bytes under a name."""
-        if self.recall(name) != data:
+        if self.load(name) != data:
             self._change(lambda content: {**content, name: data.hex()})
 
     @property

@@ -100,7 +100,7 @@ class KvBudget:
         is_fit = self.fits(tokens, session)
         if is_fit:
             self._reserved[session] = self._charge(tokens)
-            self._recall()
+            self._reclaim_loan()
         return is_fit
 
     def resize(self, totals: Sequence[int], longest: int = 0) -> bool:
@@ -115,7 +115,7 @@ class KvBudget:
         if not (self._is_within(self._reserved.values()) and self.holds(longest)):
             self.rooms = before
             return False
-        self._recall()
+        self._reclaim_loan()
         return True
 
     def has_room(self, size: int, *, without_kept: bool = False) -> bool:
@@ -150,7 +150,7 @@ class KvBudget:
     def keep(self, session: SessionId, tokens: int) -> None:
         """Count a finished session as kept."""
         self._kept[session] = self._charge(tokens)
-        self._recall()
+        self._reclaim_loan()
 
     def drop(self, session: SessionId) -> None:
         """Stop counting a kept session."""
@@ -188,7 +188,7 @@ class KvBudget:
         whole = -(-tokens // BLOCK) * BLOCK
         return _Charge(whole, [room.cost(whole) for room in self.rooms])
 
-    def _recall(self) -> None:
+    def _reclaim_loan(self) -> None:
         if self._lent and not self.has_room(self._lent, without_kept=self._is_urgent):
             self._lent = 0
             self._take_back()

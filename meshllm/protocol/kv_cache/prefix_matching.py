@@ -41,7 +41,7 @@ class PrefixCache(Generic[Cache]):
         """The kept caches."""
         self._texts: dict[SessionId, _Text] = {}  # the newest last
         self._lost: dict[SessionId, frozenset[int]] = {}  # layers of which a cache has nothing
-        self._moved = frozenset[int]()  # layers that have changed nodes, see `settle`
+        self._moved = frozenset[int]()  # layers that have changed nodes, see `forget_moves`
 
     def find(
         self,
@@ -191,7 +191,7 @@ class PrefixCache(Generic[Cache]):
         was_lost, self._moved = self._lost, self._moved.union(layers)
         self._lost = {each: was_lost.get(each, frozenset()).union(layers) for each in self.caches}
 
-    def settle(self) -> None:
+    def forget_moves(self) -> None:
         """Forget which layers have changed nodes: no session of a ring before may go on."""
         self._moved = frozenset()
 

@@ -12,7 +12,7 @@ Theory of operation
         '---------------------------------- Follow <----------------------------------'
 
 When a node joins or leaves, its links change one by one, and each change could give a short-lived
-plan: a plan is settled once it has not changed for a while.
+plan: a plan is settled once it has not changed for a while (debounce).
 
 If the ring of the followed plan still serves, it goes on while each node of the next plan loads
 what it lacks, as far as its memory allows, and publishes that it has prepared. A node that is not

@@ -186,7 +186,7 @@ class Paths:
 
     def answered(self, answer: ProbeReply, source: Address, now: float) -> list[Action]:
         """Handle a probe reply; it may validate a path or a datagram size."""
-        sent, liveness = self._probing.settle(answer, source, now), self._liveness
+        sent, liveness = self._probing.match(answer, source, now), self._liveness
         if sent is None or liveness is None:
             return []
         if sent.length > Probe.SIZE:

@@ -57,7 +57,7 @@ class Probing:
         blank = ProbeReply(self.id, probe.nonce, source, probe.length)
         return ProbeReply(self.id, probe.nonce, source, probe.length, self._seal(blank.sealed))
 
-    def settle(self, answer: ProbeReply, source: Address, now: float) -> Sent | None:
+    def match(self, answer: ProbeReply, source: Address, now: float) -> Sent | None:
         """Return the probe of this reply; None if the reply is invalid, late or a duplicate."""
         sent = self._sent.get(answer.nonce)
         if sent is None or sent.to != source or now > sent.at + NONCE_S:

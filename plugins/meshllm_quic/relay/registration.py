@@ -122,7 +122,7 @@ class Registration:
             case Cookie() if self._is_answer(packet.nonce):
                 return self._changed(before, self._sign_for(packet.cookie, now))
             case Registered() if self._is_answer(packet.nonce):
-                return self._changed(before, self._settle(packet, now))
+                return self._changed(before, self._on_registered(packet, now))
             case UnknownTag() if packet.tag == self._key[:TAG_BYTES]:
                 return self._on_unknown(now)
             case _:
@@ -171,7 +171,7 @@ class Registration:
         self._signed = now
         return self._ask(now)
 
-    def _settle(self, packet: Registered, now: float) -> list[Action]:
+    def _on_registered(self, packet: Registered, now: float) -> list[Action]:
         self._pending = self._asked = None
         self._missed = 0
         self._until = now + packet.lasts_s

@@ -232,7 +232,7 @@ class Relay:
         reason = self._objection(packet, host, now)
         if reason is not None:
             return self._refuse(reason)
-        self._settle(packet, source, host, now)
+        self._store(packet, source, host, now)
         answer = Registered(packet.nonce, source, LASTS_S, self.observer_port)
         return [(answer.encode(), source)]
 
@@ -253,7 +253,7 @@ class Relay:
             return Refusal.BUSY
         return None if _verify(packet) else Refusal.SIGNATURE
 
-    def _settle(self, packet: Register, source: Address, host: bytes, now: float) -> None:
+    def _store(self, packet: Register, source: Address, host: bytes, now: float) -> None:
         """Create, move or refresh a registration, and put it last in the order of expiry."""
         before = self._registrations.pop(packet.tag, None)
         addresses = _with(before.addresses if before else {}, source, now)

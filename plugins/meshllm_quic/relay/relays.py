@@ -229,7 +229,7 @@ class Relays:
         if len(tried) >= MAX_TRIED:
             self.drop(tried[0])
 
-    def _settle(self, relay: Address, client: _RelayClient) -> bool:
+    def _admit(self, relay: Address, client: _RelayClient) -> bool:
         """Use a relay that has answered; drop it, and return False, if there is no room."""
         if self._in_use >= MAX_RELAYS:
             most = RelayUsage.ROUTE if client.is_wanted else RelayUsage.RESERVE
@@ -250,7 +250,7 @@ class Relays:
     def _change(self, relay: Address, client: _RelayClient) -> None:
         now, registration = self._loop.time(), client.registration
         if registration.is_registered:
-            if client.is_tried and not self._settle(relay, client):
+            if client.is_tried and not self._admit(relay, client):
                 return
             client.ready.set()
         else:

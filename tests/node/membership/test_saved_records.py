@@ -78,7 +78,7 @@ def test_records_of_another_version_are_named_with_their_file(
     store: StateStore, data: bytes
 ) -> None:
     credential = store.found()
-    store.remember("records", data)
+    store.save("records", data)
     machine = Mesh(store.key, credential, 1, now=0.0, wall_s=0.0)
 
     with pytest.raises(UserError, match=r"mesh\.json` is damaged, or of another version") as caught:

@@ -277,42 +277,42 @@ def test_concurrent_starts_are_all_counted(store: StateStore) -> None:
 def test_another_mesh_drops_the_data_of_the_last(store: StateStore) -> None:
     store.next_incarnation()
     store.found()
-    store.remember("records", b"x")
+    store.save("records", b"x")
     store.peers = {SOMEBODY: ["loopback:a"]}
     store.invite([], Role.NODE, lasts_s=None, uses=None)
 
     store.join(FOUNDED)
 
     assert store.mesh == FOUNDED.mesh
-    assert (store.peers, store.invitations(), store.recall("records")) == ({}, [], b"")
+    assert (store.peers, store.invitations(), store.load("records")) == ({}, [], b"")
     assert store.next_incarnation() == 2
 
 
 def test_another_credential_of_the_mesh_drops_nothing(store: StateStore) -> None:
     store.join(FOUNDED)
-    store.remember("records", b"x")
+    store.save("records", b"x")
 
     store.join(FOUNDED)
 
-    assert store.recall("records") == b"x"
+    assert store.load("records") == b"x"
 
 
 def test_peers_and_bytes_are_saved(store: StateStore) -> None:
     store.peers = {SOMEBODY: ["loopback:a", "loopback:b"]}
-    store.remember("records", b"\x00\xff")
+    store.save("records", b"\x00\xff")
 
     assert again(store).peers == {SOMEBODY: ("loopback:a", "loopback:b")}
-    assert again(store).recall("records") == b"\x00\xff"
-    assert again(store).recall("else") == b""
+    assert again(store).load("records") == b"\x00\xff"
+    assert again(store).load("else") == b""
 
 
 def test_unchanged_data_is_not_written(store: StateStore, monkeypatch: pytest.MonkeyPatch) -> None:
     store.peers = {SOMEBODY: ["loopback:a"]}
-    store.remember("records", b"x")
+    store.save("records", b"x")
     before = (store.folder / "mesh.json").stat().st_ino
 
     store.peers = {SOMEBODY: ("loopback:a",)}
-    store.remember("records", b"x")
+    store.save("records", b"x")
 
     assert (store.folder / "mesh.json").stat().st_ino == before
 
@@ -324,7 +324,7 @@ def test_writes_of_another_process_are_kept(store: StateStore) -> None:
     (invitation,) = store.invitations()
     store.use(invitation, SOMEBODY)
 
-    other.remember("client", b"x")
+    other.save("client", b"x")
 
     (kept,) = store.invitations()
     assert kept.guests == (SOMEBODY,)
@@ -541,7 +541,7 @@ def test_a_write_while_the_file_is_read_is_not_forgotten(
     store: StateStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.found()
-    again(store).remember("records", b"x")
+    again(store).save("records", b"x")
     read = module._read
 
     def late(path: Path) -> Any:

@@ -286,7 +286,7 @@ def test_a_prompt_continues_texts_of_its_scope_only(other: PrefixScope) -> None:
 def test_an_entry_whose_layers_have_just_moved_here_continues_with_nothing() -> None:
     prefixes: PrefixCache[str] = PrefixCache(index(), None)
     prefixes.lose([7])
-    prefixes.settle()  # that was long ago
+    prefixes.forget_moves()  # that was long ago
     prefixes.lose([0, 1])
     prefixes.lose([5])  # another plan, before anything has resumed
 

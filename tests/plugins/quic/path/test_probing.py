@@ -32,31 +32,31 @@ def test_a_reply_matches_its_probe(is_dialer: bool) -> None:
 
     assert other.is_theirs(probe)
     assert (answer.address, answer.length) == (HERE, 1452)
-    assert one.settle(answer, THERE, 5.1) == Sent(THERE, 5.0, 1452)
+    assert one.match(answer, THERE, 5.1) == Sent(THERE, 5.0, 1452)
 
 
 def test_an_answer_counts_once() -> None:
     one, other = pair()
     answer = other.answer(one.probe(THERE, 5.0), HERE)
 
-    assert one.settle(answer, THERE, 5.1) is not None
-    assert one.settle(answer, THERE, 5.1) is None
+    assert one.match(answer, THERE, 5.1) is not None
+    assert one.match(answer, THERE, 5.1) is None
 
 
 def test_a_reply_from_another_address_is_ignored() -> None:
     one, other = pair()
     answer = other.answer(one.probe(THERE, 5.0), HERE)
 
-    assert one.settle(answer, ("203.0.113.2", 7001), 5.1) is None
-    assert one.settle(answer, THERE, 5.1) is not None
+    assert one.match(answer, ("203.0.113.2", 7001), 5.1) is None
+    assert one.match(answer, THERE, 5.1) is not None
 
 
 def test_a_late_probe_reply_is_ignored() -> None:
     one, other = pair()
     answer = other.answer(one.probe(THERE, 5.0), HERE)
 
-    assert one.settle(answer, THERE, 5.0 + NONCE_S + 0.1) is None
-    assert one.settle(answer, THERE, 5.0 + NONCE_S) is not None
+    assert one.match(answer, THERE, 5.0 + NONCE_S + 0.1) is None
+    assert one.match(answer, THERE, 5.0 + NONCE_S) is not None
 
 
 def test_reflected_packets_fail_the_mac() -> None:
@@ -64,7 +64,7 @@ def test_reflected_packets_fail_the_mac() -> None:
     probe = one.probe(THERE, 5.0)
 
     assert not one.is_theirs(probe)
-    assert one.settle(one.answer(probe, HERE), THERE, 5.1) is None
+    assert one.match(one.answer(probe, HERE), THERE, 5.1) is None
 
 
 def test_nodes_of_all_versions_derive_the_same_keys() -> None:
@@ -93,7 +93,7 @@ def test_an_altered_reply_is_rejected(change: dict[str, bytes | int | Address]) 
     one, other = pair()
     answer: ProbeReply = other.answer(one.probe(THERE, 5.0), HERE)
 
-    assert one.settle(replace(answer, **change), THERE, 5.1) is None  # type: ignore[arg-type]  # a table of fields
+    assert one.match(replace(answer, **change), THERE, 5.1) is None  # type: ignore[arg-type]  # a table of fields
 
 
 def test_another_key_is_another_path() -> None:
@@ -110,5 +110,5 @@ def test_the_number_of_pending_probes_is_bounded() -> None:
 
     probes: list[Probe] = [one.probe(THERE, 5.0) for _ in range(MAX_NONCES + 1)]
 
-    assert one.settle(other.answer(probes[0], HERE), THERE, 5.1) is None
-    assert one.settle(other.answer(probes[1], HERE), THERE, 5.1) is not None
+    assert one.match(other.answer(probes[0], HERE), THERE, 5.1) is None
+    assert one.match(other.answer(probes[1], HERE), THERE, 5.1) is not None

@@ -51,7 +51,7 @@ def is_signed(packet: Register) -> bool:
     return True
 
 
-def settle(ours: Registration, now: float, actions: list[Action] | None = None) -> list[Action]:
+def register(ours: Registration, now: float, actions: list[Action] | None = None) -> list[Action]:
     """Complete a round, from its first packet or from its start."""
     packet = sent(ours.start(now) if actions is None else actions)
     if packet.cookie == ZERO_COOKIE:
@@ -91,7 +91,7 @@ def test_a_cookie_is_signed() -> None:
 def test_a_registration_reports_the_observed_address() -> None:
     ours = make()
 
-    actions = settle(ours, 0.0)
+    actions = register(ours, 0.0)
 
     assert actions == [RegistrationChanged()]
     assert ours.is_registered
@@ -202,7 +202,7 @@ def test_three_seconds_without_a_reply_are_silence() -> None:
 
 def test_a_silent_relay_is_over_when_it_has_forgotten_this_node() -> None:
     known, unknown = make(), make()
-    settle(known, 0.0)
+    register(known, 0.0)
     unknown.start(0.0)
     begun = known.is_over(LASTS_S), unknown.is_over(LASTS_S)
     for ours in (known, unknown):
@@ -233,10 +233,10 @@ def test_any_reply_ends_silence() -> None:
         AddressRequest(OTHERS), Register(KEY, OTHERS, COOKIE, bytes(64)),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("is_settled", [False, True])
-def test_unsolicited_replies_are_ignored(packet: Packet, is_settled: bool) -> None:
+@pytest.mark.parametrize("is_registered", [False, True])
+def test_unsolicited_replies_are_ignored(packet: Packet, is_registered: bool) -> None:
     ours = make()
-    settle(ours, 0.0) if is_settled else ours.start(0.0)
+    register(ours, 0.0) if is_registered else ours.start(0.0)
     before = ours.deadline, ours.observed, ours.is_registered
 
     assert ours.receive(packet, 0.1) == []
@@ -264,7 +264,7 @@ def test_before_the_start_nothing_happens() -> None:
 
 def test_a_refresh_uses_the_cookie_again() -> None:
     ours = make()
-    settle(ours, 0.0)
+    register(ours, 0.0)
 
     now, actions = wait(ours)
 
@@ -272,13 +272,13 @@ def test_a_refresh_uses_the_cookie_again() -> None:
     assert len(actions) == 1
     assert sent(actions).cookie == COOKIE
     assert is_signed(sent(actions))
-    assert settle(ours, now, actions) == []
+    assert register(ours, now, actions) == []
     assert ours.deadline == 2 * REFRESH_S
 
 
 def test_a_refresh_may_need_a_new_cookie() -> None:
     ours = make()
-    settle(ours, 0.0)
+    register(ours, 0.0)
     now, actions = wait(ours)
 
     packet = sent(ours.receive(Cookie(sent(actions).nonce, b"d" * 16), now))
@@ -302,7 +302,7 @@ def test_a_refresh_comes_long_before_the_expiry(lasts_s: int, refresh_s: float) 
 
 def test_three_refreshes_without_success_end_it() -> None:
     ours = make()
-    settle(ours, 0.0)
+    register(ours, 0.0)
     ended = None
 
     while ended is None:
@@ -318,11 +318,11 @@ def test_three_refreshes_without_success_end_it() -> None:
 
 def test_a_lost_registration_comes_back() -> None:
     ours = make()
-    settle(ours, 0.0)
+    register(ours, 0.0)
     while ours.is_registered:
         now, actions = wait(ours)
 
-    actions = settle(ours, now, actions)
+    actions = register(ours, now, actions)
 
     assert actions == [RegistrationChanged()]
     assert (ours.is_registered, ours.is_silent) == (True, False)
@@ -330,10 +330,10 @@ def test_a_lost_registration_comes_back() -> None:
 
 def test_a_success_resets_the_backoff() -> None:
     ours = make()
-    settle(ours, 0.0)
+    register(ours, 0.0)
     while ours.is_registered:
         now, actions = wait(ours)
-    settle(ours, now, actions)
+    register(ours, now, actions)
 
     now, _ = wait(ours)
 
@@ -342,7 +342,7 @@ def test_a_success_resets_the_backoff() -> None:
 
 def test_after_a_move_registration_restarts_at_once_and_stays_valid() -> None:
     ours = make()
-    settle(ours, 0.0)
+    register(ours, 0.0)
 
     actions = ours.restart(7.0)
 
@@ -381,7 +381,7 @@ def test_after_a_move_replies_to_the_old_address_are_ignored() -> None:
 
 def test_an_unknown_reply_triggers_a_registration() -> None:
     ours = make()
-    settle(ours, 0.0)
+    register(ours, 0.0)
 
     actions = ours.receive(UnknownTag(KEY[:TAG_BYTES]), 7.0)
 
@@ -398,14 +398,14 @@ def test_an_unknown_reply_during_a_round_is_ignored() -> None:
 
 def test_forged_unknown_replies_cost_little() -> None:
     ours = make()
-    settle(ours, 0.0)
+    register(ours, 0.0)
     rounds = []
 
     for step in range(200):
         now = 1.0 + step / 10
         if actions := ours.receive(UnknownTag(KEY[:TAG_BYTES]), now):
             rounds.append(now)
-            settle(ours, now, actions)
+            register(ours, now, actions)
 
     assert len(rounds) == round(20 / UNKNOWN_S)
     assert ours.is_registered

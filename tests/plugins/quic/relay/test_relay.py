@@ -78,15 +78,15 @@ def give(relay: Relay, packet: Packet, source: Address, now: float = 0.0) -> lis
     return [decode(datagram) for datagram, _ in sent]
 
 
-def bake(relay: Relay, source: Address, now: float = 0.0) -> bytes:
+def get_cookie(relay: Relay, source: Address, now: float = 0.0) -> bytes:
     """Request a cookie as an unregistered client."""
     (answer,) = give(relay, A.ask(), source, now)
     assert isinstance(answer, Cookie)
     return answer.cookie
 
 
-def settle(relay: Relay, node: Node, source: Address, now: float = 0.0) -> list[Packet]:
-    return give(relay, node.sign(bake(relay, source, now)), source, now)
+def register(relay: Relay, node: Node, source: Address, now: float = 0.0) -> list[Packet]:
+    return give(relay, node.sign(get_cookie(relay, source, now)), source, now)
 
 
 def send(relay: Relay, packet: Relayed, source: Address, now: float = 0.0) -> list[Address]:
@@ -111,13 +111,13 @@ def test_a_registration_needs_a_cookie_and_a_signature() -> None:
 
 
 def test_a_relay_without_a_second_port_names_none() -> None:
-    assert settle(Relay(lambda _: True), A, HOME) == [Registered(NONCE, HOME, LASTS_S, 0)]
+    assert register(Relay(lambda _: True), A, HOME) == [Registered(NONCE, HOME, LASTS_S, 0)]
 
 
 def test_relayed_datagrams_are_forwarded_unchanged() -> None:
     relay = make()
-    settle(relay, A, HOME)
-    settle(relay, B, CAFE)
+    register(relay, A, HOME)
+    register(relay, B, CAFE)
     packet = A.to(B, b"\x40" + bytes(MAX_INNER_BYTES - 1))
 
     assert send(relay, packet, HOME) == [CAFE]
@@ -141,7 +141,7 @@ def test_unauthenticated_clients_leave_no_state() -> None:
 def test_a_cookie_of_another_address_gets_a_new_one(source: Address) -> None:
     relay = make()
 
-    (answer,) = give(relay, A.sign(bake(relay, HOME)), source)
+    (answer,) = give(relay, A.sign(get_cookie(relay, HOME)), source)
 
     assert isinstance(answer, Cookie)
     assert relay.statistics.registered == 0
@@ -149,7 +149,7 @@ def test_a_cookie_of_another_address_gets_a_new_one(source: Address) -> None:
 
 def test_an_old_cookie_gets_a_new_one() -> None:
     relay = make()
-    old = bake(relay, HOME, 0.0)
+    old = get_cookie(relay, HOME, 0.0)
 
     (answer,) = give(relay, A.sign(old), HOME, 120.0)
 
@@ -160,7 +160,7 @@ def test_an_old_cookie_gets_a_new_one() -> None:
 @pytest.mark.parametrize("field", ["key", "nonce", "signature"])
 def test_a_signature_of_other_data_is_refused(field: str) -> None:
     relay = make()
-    good = A.sign(bake(relay, HOME))
+    good = A.sign(get_cookie(relay, HOME))
     forged = replace(good, **{field: bytes(len(getattr(good, field)))})
 
     assert give(relay, forged, HOME) == []
@@ -172,32 +172,32 @@ def test_an_invalid_key_is_refused() -> None:
     relay = make()
     no_point = b"\x02" + bytes(31)
 
-    assert give(relay, replace(A.sign(bake(relay, HOME)), key=no_point), HOME) == []
+    assert give(relay, replace(A.sign(get_cookie(relay, HOME)), key=no_point), HOME) == []
     assert relay.statistics.refused == {Refusal.SIGNATURE: 1}
 
 
 def test_a_key_that_is_not_allowed_is_refused() -> None:
     relay = make(allow=lambda key: key == A.id)
 
-    assert len(settle(relay, A, HOME)) == 1
-    assert settle(relay, B, CAFE) == []
+    assert len(register(relay, A, HOME)) == 1
+    assert register(relay, B, CAFE) == []
     assert relay.statistics.refused == {Refusal.KEY: 1}
 
 
 def test_allow_is_checked_at_each_refresh() -> None:
     allowed = {A.id}
     relay = make(allow=allowed.__contains__)
-    settle(relay, A, HOME)
+    register(relay, A, HOME)
 
     allowed.clear()
 
-    assert settle(relay, A, HOME, 20.0) == []
+    assert register(relay, A, HOME, 20.0) == []
 
 
 def test_another_key_with_the_same_tag_is_refused() -> None:
     relay = make()
-    settle(relay, A, HOME)
-    twin = replace(B.sign(bake(relay, CAFE)), key=A.tag + B.id[TAG_BYTES:])
+    register(relay, A, HOME)
+    twin = replace(B.sign(get_cookie(relay, CAFE)), key=A.tag + B.id[TAG_BYTES:])
 
     assert give(relay, twin, CAFE) == []
     assert relay.statistics.refused == {Refusal.TAKEN: 1}
@@ -207,10 +207,10 @@ def test_another_key_with_the_same_tag_is_refused() -> None:
 
 def test_a_registration_moves_with_its_key() -> None:
     relay = make()
-    settle(relay, A, HOME)
-    settle(relay, B, OFFICE)
+    register(relay, A, HOME)
+    register(relay, B, OFFICE)
 
-    settle(relay, A, CAFE, 5.0)
+    register(relay, A, CAFE, 5.0)
 
     assert relay.statistics.registered == 2
     assert send(relay, B.to(A), OFFICE, 5.0) == [CAFE]
@@ -219,11 +219,11 @@ def test_a_registration_moves_with_its_key() -> None:
 
 def test_a_node_that_registers_by_two_addresses_of_the_relay_sends_from_both() -> None:
     relay = make()
-    settle(relay, B, OFFICE)
+    register(relay, B, OFFICE)
 
     for now in (0.0, 20.0, 40.0):
-        settle(relay, A, HOME, now)
-        settle(relay, A, CAFE, now)
+        register(relay, A, HOME, now)
+        register(relay, A, CAFE, now)
 
         assert send(relay, A.to(B), HOME, now) == [OFFICE]
         assert send(relay, A.to(B), CAFE, now) == [OFFICE]
@@ -235,23 +235,23 @@ def test_a_node_that_registers_by_two_addresses_of_the_relay_sends_from_both() -
 
 def test_an_address_that_is_no_longer_refreshed_may_not_send() -> None:
     relay = make()
-    settle(relay, A, HOME)
-    settle(relay, A, CAFE, 30.0)
-    settle(relay, B, OFFICE, 30.0)
+    register(relay, A, HOME)
+    register(relay, A, CAFE, 30.0)
+    register(relay, B, OFFICE, 30.0)
 
     assert send(relay, A.to(B), HOME, LASTS_S - 0.1) == [OFFICE]
     assert give(relay, A.to(B), HOME, LASTS_S) == [UnknownTag(A.tag)]
     assert send(relay, A.to(B), CAFE, LASTS_S) == [OFFICE]
-    settle(relay, A, CAFE, LASTS_S)
+    register(relay, A, CAFE, LASTS_S)
     assert not relay.is_registered(HOME, LASTS_S)
 
 
 def test_only_the_latest_addresses_of_a_node_are_kept() -> None:
     relay = make()
-    settle(relay, B, OFFICE)
+    register(relay, B, OFFICE)
     homes = [(HOME[0], 4000 + number) for number in range(MAX_ADDRESSES + 1)]
     for home in homes:
-        settle(relay, A, home)
+        register(relay, A, home)
 
     assert [bool(send(relay, A.to(B), home)) for home in homes] == [False] + [True] * MAX_ADDRESSES
 
@@ -261,9 +261,9 @@ def test_only_the_latest_addresses_of_a_node_are_kept() -> None:
 
 def test_a_replayed_register_is_useless_elsewhere() -> None:
     relay = make()
-    overheard = A.sign(bake(relay, HOME))
+    overheard = A.sign(get_cookie(relay, HOME))
     give(relay, overheard, HOME)
-    settle(relay, B, OFFICE)
+    register(relay, B, OFFICE)
 
     (answer,) = give(relay, overheard, CAFE, 1.0)
 
@@ -273,10 +273,10 @@ def test_a_replayed_register_is_useless_elsewhere() -> None:
 
 def test_a_registration_expires_unless_refreshed() -> None:
     relay = make()
-    settle(relay, A, HOME, 0.0)
-    settle(relay, B, CAFE, 0.0)
+    register(relay, A, HOME, 0.0)
+    register(relay, B, CAFE, 0.0)
 
-    settle(relay, A, HOME, 30.0)
+    register(relay, A, HOME, 30.0)
     relay.expire(LASTS_S - 0.1)
     assert relay.statistics.registered == 2
 
@@ -292,7 +292,7 @@ def test_a_registration_expires_unless_refreshed() -> None:
 
 def test_registrations_expire_without_input() -> None:
     relay = make()
-    settle(relay, A, HOME, 0.0)
+    register(relay, A, HOME, 0.0)
 
     (answer,) = give(relay, A.to(A), HOME, LASTS_S)
 
@@ -301,14 +301,14 @@ def test_registrations_expire_without_input() -> None:
 
 def test_a_full_relay_makes_room_in_the_most_crowded_network() -> None:
     relay = make(RelayLimits(registrations=3))
-    settle(relay, A, HOME)
-    settle(relay, B, CAFE)  # of the same /24
-    settle(relay, C, OFFICE)
+    register(relay, A, HOME)
+    register(relay, B, CAFE)  # of the same /24
+    register(relay, C, OFFICE)
     send(relay, A.to(C), HOME)
     for node, place in ((A, HOME), (B, CAFE)):
-        settle(relay, node, place)  # B is still the one that was never used
+        register(relay, node, place)  # B is still the one that was never used
 
-    assert len(settle(relay, D, ("198.51.100.1", 9))) == 1
+    assert len(register(relay, D, ("198.51.100.1", 9))) == 1
 
     assert relay.statistics.registered == 3
     assert {node for node in (A, B, C, D) if node.tag in relay._registrations} == {A, C, D}
@@ -318,49 +318,49 @@ def test_a_full_relay_makes_room_in_the_most_crowded_network() -> None:
 
 def test_a_full_relay_makes_no_room_for_a_network_that_would_have_as_many() -> None:
     relay = make(RelayLimits(registrations=3))
-    settle(relay, A, HOME)
-    settle(relay, B, CAFE)
-    settle(relay, C, OFFICE)
+    register(relay, A, HOME)
+    register(relay, B, CAFE)
+    register(relay, C, OFFICE)
 
-    assert settle(relay, D, ("2001:db8::2", 9)) == []
+    assert register(relay, D, ("2001:db8::2", 9)) == []
     assert relay.statistics.refused == {Refusal.FULL: 1}
 
 
 def test_of_a_crowded_network_in_use_the_oldest_registration_goes() -> None:
     relay = make(RelayLimits(registrations=2))
-    settle(relay, A, HOME)
-    settle(relay, B, CAFE)
+    register(relay, A, HOME)
+    register(relay, B, CAFE)
     send(relay, A.to(B), HOME)
 
-    assert len(settle(relay, C, OFFICE)) == 1
+    assert len(register(relay, C, OFFICE)) == 1
     assert {node for node in (A, B, C) if node.tag in relay._registrations} == {B, C}
 
 
 def test_registrations_per_network_are_limited() -> None:
     relay = make(RelayLimits(network_registrations=1))
-    settle(relay, A, HOME)
+    register(relay, A, HOME)
 
-    assert settle(relay, B, CAFE) == []
+    assert register(relay, B, CAFE) == []
     assert relay.statistics.refused == {Refusal.HOST: 1}
-    assert len(settle(relay, C, OFFICE)) == 1
+    assert len(register(relay, C, OFFICE)) == 1
 
 
 def test_a_registration_that_expires_makes_room_in_its_network() -> None:
     relay = make(RelayLimits(network_registrations=1))
-    settle(relay, A, HOME)
+    register(relay, A, HOME)
 
-    assert len(settle(relay, B, CAFE, LASTS_S + 1)) == 1
-    assert settle(relay, C, HOME, LASTS_S + 1) == []
+    assert len(register(relay, B, CAFE, LASTS_S + 1)) == 1
+    assert register(relay, C, HOME, LASTS_S + 1) == []
 
 
 def test_a_full_relay_keeps_its_registrations() -> None:
     relay = make(RelayLimits(registrations=1))
-    settle(relay, A, HOME)
+    register(relay, A, HOME)
 
-    assert settle(relay, B, CAFE) == []
+    assert register(relay, B, CAFE) == []
     assert relay.statistics.refused == {Refusal.FULL: 1}
-    assert len(settle(relay, A, HOME, 20.0)) == 1
-    assert len(settle(relay, B, CAFE, 20.0 + LASTS_S)) == 1
+    assert len(register(relay, A, HOME, 20.0)) == 1
+    assert len(register(relay, B, CAFE, 20.0 + LASTS_S)) == 1
 
 
 @pytest.mark.parametrize(
@@ -369,69 +369,69 @@ def test_a_full_relay_keeps_its_registrations() -> None:
 )
 def test_registrations_per_host_are_limited(other: Address, is_same_host: bool) -> None:
     relay = make(RelayLimits(host_registrations=1))
-    settle(relay, A, HOME)
+    register(relay, A, HOME)
 
-    assert (settle(relay, B, other) == []) is is_same_host
+    assert (register(relay, B, other) == []) is is_same_host
     assert relay.statistics.refused[Refusal.HOST] == is_same_host
-    assert len(settle(relay, A, HOME, 1.0)) == 1
+    assert len(register(relay, A, HOME, 1.0)) == 1
 
 
 def test_a_network_of_ipv6_counts_as_one_host() -> None:
     relay = make(RelayLimits(host_registrations=1))
-    settle(relay, A, OFFICE)
+    register(relay, A, OFFICE)
 
-    assert settle(relay, B, ("2001:db8::ffff", 9)) == []
-    assert len(settle(relay, B, ("2001:db8:0:1::1", 9))) == 1
+    assert register(relay, B, ("2001:db8::ffff", 9)) == []
+    assert len(register(relay, B, ("2001:db8:0:1::1", 9))) == 1
 
 
 def test_a_moved_registration_frees_room_at_its_host() -> None:
     relay = make(RelayLimits(host_registrations=1))
-    settle(relay, A, HOME)
-    settle(relay, A, CAFE)
+    register(relay, A, HOME)
+    register(relay, A, CAFE)
 
-    assert len(settle(relay, B, HOME)) == 1
+    assert len(register(relay, B, HOME)) == 1
 
 
 def test_a_host_keeps_its_unexpired_registrations() -> None:
     relay = make(RelayLimits(host_registrations=2))
-    settle(relay, A, HOME, 0.0)
-    settle(relay, B, (HOME[0], 9), 30.0)
+    register(relay, A, HOME, 0.0)
+    register(relay, B, (HOME[0], 9), 30.0)
 
     relay.expire(LASTS_S)
 
-    assert len(settle(relay, A, HOME, LASTS_S)) == 1
-    assert settle(relay, C, (HOME[0], 10), LASTS_S) == []
+    assert len(register(relay, A, HOME, LASTS_S)) == 1
+    assert register(relay, C, (HOME[0], 10), LASTS_S) == []
 
 
 def test_signature_checks_per_host_are_limited() -> None:
     relay = make()
-    wrong = replace(A.sign(bake(relay, HOME)), signature=bytes(64))
+    wrong = replace(A.sign(get_cookie(relay, HOME)), signature=bytes(64))
     most = round(HOST_VERIFICATIONS * 8)
 
     for _ in range(most + 5):
         give(relay, wrong, HOME)
 
     assert relay.statistics.refused == {Refusal.SIGNATURE: most, Refusal.BUSY: 5}
-    assert settle(relay, A, HOME) == []
-    assert len(settle(relay, B, CAFE)) == 1
-    assert len(settle(relay, A, HOME, 1.0)) == 1
+    assert register(relay, A, HOME) == []
+    assert len(register(relay, B, CAFE)) == 1
+    assert len(register(relay, A, HOME, 1.0)) == 1
 
 
 def test_signature_checks_in_total_are_limited() -> None:
     relay = make()
     relay._verifications.left, relay._verifications.at = 1.0, 0.0
 
-    assert len(settle(relay, A, HOME)) == 1
-    assert settle(relay, B, CAFE) == []
-    assert len(settle(relay, B, CAFE, 1.0)) == 1
+    assert len(register(relay, A, HOME)) == 1
+    assert register(relay, B, CAFE) == []
+    assert len(register(relay, B, CAFE, 1.0)) == 1
 
 
 def test_a_sender_must_be_registered_from_its_source_address() -> None:
     relay = make()
-    settle(relay, B, CAFE)
+    register(relay, B, CAFE)
 
     assert give(relay, A.to(B), HOME) == [UnknownTag(A.tag)]
-    settle(relay, A, HOME)
+    register(relay, A, HOME)
     assert give(relay, A.to(B), OFFICE) == [UnknownTag(A.tag)]
     assert relay.statistics.refused == {Refusal.SENDER: 2}
     assert relay.statistics.forwarded == 0
@@ -439,7 +439,7 @@ def test_a_sender_must_be_registered_from_its_source_address() -> None:
 
 def test_an_unknown_recipient_is_reported() -> None:
     relay = make()
-    settle(relay, A, HOME)
+    register(relay, A, HOME)
 
     assert give(relay, A.to(B), HOME) == [UnknownTag(B.tag)]
     assert relay.statistics.refused == {Refusal.RECIPIENT: 1}
@@ -462,8 +462,8 @@ def test_unknown_replies_per_host_are_limited() -> None:
 )
 def test_only_quic_of_the_right_size_is_relayed(inner: bytes) -> None:
     relay = make()
-    settle(relay, A, HOME)
-    settle(relay, B, CAFE)
+    register(relay, A, HOME)
+    register(relay, B, CAFE)
 
     assert send(relay, A.to(B, inner), HOME) == []
     assert relay.statistics.refused == {Refusal.INNER: 1}
@@ -472,8 +472,8 @@ def test_only_quic_of_the_right_size_is_relayed(inner: bytes) -> None:
 def test_the_rate_of_a_sender_is_limited() -> None:
     size = len(A.to(B).encode())
     relay = make(RelayLimits(rate=10 * size))
-    settle(relay, A, HOME)
-    settle(relay, B, CAFE)
+    register(relay, A, HOME)
+    register(relay, B, CAFE)
     burst = round(10 * BURST_S)
 
     at_once = [send(relay, A.to(B), HOME, 1.0) for _ in range(burst + 3)]
@@ -488,12 +488,12 @@ def test_the_rate_of_a_sender_is_limited() -> None:
 def test_a_refresh_does_not_renew_the_burst() -> None:
     size = len(A.to(B).encode())
     relay = make(RelayLimits(rate=size))
-    settle(relay, A, HOME)
-    settle(relay, B, CAFE)
+    register(relay, A, HOME)
+    register(relay, B, CAFE)
     for _ in range(round(BURST_S)):
         send(relay, A.to(B), HOME)
 
-    settle(relay, A, HOME)
+    register(relay, A, HOME)
 
     assert send(relay, A.to(B), HOME) == []
 
@@ -501,12 +501,12 @@ def test_a_refresh_does_not_renew_the_burst() -> None:
 def test_the_quota_of_a_host_outlasts_its_keys() -> None:
     size = len(A.to(B).encode())
     relay = make(RelayLimits(quota=2 * size))
-    settle(relay, A, HOME)
-    settle(relay, B, CAFE)
+    register(relay, A, HOME)
+    register(relay, B, CAFE)
 
     spent = [send(relay, A.to(B), HOME) for _ in range(3)]
-    settle(relay, C, (HOME[0], 9), LASTS_S)
-    settle(relay, B, CAFE, LASTS_S)
+    register(relay, C, (HOME[0], 9), LASTS_S)
+    register(relay, B, CAFE, LASTS_S)
 
     assert spent == [[CAFE], [CAFE], []]
     assert send(relay, C.to(B), (HOME[0], 9), LASTS_S) == []
@@ -520,7 +520,7 @@ def test_the_total_rate_is_limited() -> None:
     nodes = [Node(10 + number) for number in range(SHARE + 1)]
     places = [(f"192.0.2.{number}", 7) for number in range(len(nodes))]
     for node, place in zip(nodes, places, strict=True):
-        settle(relay, node, place)
+        register(relay, node, place)
 
     for node, place in zip(nodes, places, strict=True):
         for _ in range(round(BURST_S)):
@@ -563,12 +563,12 @@ def test_a_relay_never_amplifies() -> None:
     seeded = random.Random(5)
     limits = RelayLimits(registrations=3, host_registrations=2)
     relay = make(limits)
-    settle(relay, A, HOME)
-    settle(relay, B, OFFICE)
+    register(relay, A, HOME)
+    register(relay, B, OFFICE)
     seeds = [
         A.to(B).encode(), B.to(C).encode(), C.to(A).encode(),
         A.ask().encode(), AddressRequest(NONCE).encode(),
-        A.sign(bake(relay, HOME)).encode(), C.sign(bake(relay, SOURCES[0])).encode(),
+        A.sign(get_cookie(relay, HOME)).encode(), C.sign(get_cookie(relay, SOURCES[0])).encode(),
         Probe(NONCE, NONCE, bytes(16), 500).encode(), UnknownTag(A.tag).encode(),
     ]  # fmt: skip
     heard: Counter[Address] = Counter()
