@@ -85,7 +85,7 @@ class _Handler(logging.StreamHandler):  # type: ignore[type-arg]  # not subscrip
             is_retry = text.startswith("Exception in callback") and "._start_serving(" in text
             if is_retry and record.exc_info and isinstance(record.exc_info[1], ValueError):
                 return False
-            if text == _CLOSED:  # by a peer, which whatever writes there notices, too
+            if text == _CLOSED:  # by a peer; what writes there notices it, too
                 return False
             if text.startswith("socket.accept() out of system resource"):
                 if record.created < self._silent_until:

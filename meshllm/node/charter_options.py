@@ -127,7 +127,7 @@ def serve(charter: Charter, model: Charter, asked: ModelOptions) -> Charter:
 
 
 def stop(charter: Charter, name: str) -> Charter:
-    """Return the charter of a mesh that serves a model no more.
+    """Return the charter of a mesh that no longer serves a model.
 
     Raises:
         ModelError: the mesh does not serve it.

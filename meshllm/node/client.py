@@ -228,7 +228,7 @@ class MeshClient:
                     await asyncio.sleep(STAGGER_S)
 
     def _needs(self, node: NodeId) -> bool:
-        """Return whether a node is to be dialled: none is linked, or none that a request trusts."""
+        """Return whether to dial a node: none is linked, or none that a request trusts."""
         unmet = (trusted for trusted in self._awaited if self._reader(trusted) is None)
         return not self.links.by_peer or any(self._may_read(node, trusted) for trusted in unmet)
 

@@ -11,7 +11,7 @@ all ranks and wires; a rank is busy with all G of them, so that a token of every
     period(B) = min over G of max(trip(B/G), max over ranks of G * rank(B/G))
 
 of which the Gs that halve the rows again and again are tried. Both terms grow linearly with the
-cached tokens, hence a `Period` is a pair of coefficients, and the time of many steps has a closed
+cached tokens, so a `Period` is a pair of coefficients, and the time of many steps has a closed
 form. While a prompt is prefilled in chunks, ranks alternate between chunks and steps: a step waits
 for one chunk on every rank, sessions that wait for the same chunk become one micro-batch, so that
 there are no more of these than ranks, and a chunk gets the time that steps leave. An engine that

@@ -2,10 +2,10 @@
 
 Theory of operation
 -------------------
-The time of a model depends on its own replicas only; models compete for machines. Hence the exact
-search: for each model the best set of replicas for every number of machines of each kind, and then,
-model after model, the best way to share the machines (dynamic programming). It is used if there are
-at most `MOST_SETS` sets of replicas of each model.
+The time of a model depends on its own replicas only; models compete for machines. So the exact
+search finds for each model the best set of replicas for every number of machines of each kind, and
+then, model after model, the best way to share the machines (dynamic programming). It is used if
+there are at most `MOST_SETS` sets of replicas of each model.
 
 For more, replicas are added greedily, the one first that saves most per machine, to each single
 replica. The best results are improved by replacing one or two replicas with another and filling the

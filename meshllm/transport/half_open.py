@@ -61,7 +61,7 @@ class HalfOpen(Generic[T]):
         return iter(list(self._groups))
 
     def add(self, who: T, host: str) -> T | None:
-        """Count a connection; return one that is dropped for it, and counted no more."""
+        """Count a connection; return one that is dropped for it and no longer counted."""
         if who in self._groups:
             return None
         own = groups(host)

@@ -8,7 +8,7 @@ CONTROL waits for at most one piece of DATA, never for a whole message.
 Each channel has its own credit. A message costs its length plus `MESSAGE_COST`; the receiver
 returns that credit once the application has read the message. A message can be sent if the credit
 covers it, or if at most half of the credit is in use, so a message longer than the credit passes
-alone. The receiver returns credit in batches of a quarter; it withholds less than half, hence no
+alone. The receiver returns credit in batches of a quarter; it withholds less than half, so no
 sender waits forever. Per channel it buffers at most the credit, or half of it and one message; a
 peer that sends more violates the protocol.
 """

@@ -1,7 +1,7 @@
 """Elementwise sums, products, copies and table look-ups.
 
 A unary function of bfloat16 is a look-up: the type has 65,536 values, so a table computed by torch
-gives torch's bits, whatever the function. Operands are strided: three sizes and the strides of each
+gives torch's bits for every function. Operands are strided: three sizes and the strides of each
 operand are arguments, so a kernel is compiled once for all shapes.
 """
 

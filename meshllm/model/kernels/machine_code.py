@@ -2,8 +2,8 @@
 
 LLVM's library takes 45 MB of memory, and each kernel that it loads some more. The code of a kernel
 is an object file of a few KB: one function, its constants, and places that hold the address of a
-constant. On Linux on x86-64 it is copied into memory, with these places filled in. Whatever else an
-object file has, and other systems, are left to LLVM.
+constant. On Linux on x86-64 it is copied into memory, with these places filled in. Object
+files with anything else, and other systems, are left to LLVM.
 """
 
 import ctypes

@@ -35,8 +35,8 @@ FUNCTIONS = (
 def warm_up_onemkl() -> None:
     """Enable reproducible products and call each function, once per process; takes milliseconds.
 
-    Whatever computes first calls it: building or loading a model, stock ones too, and the compute
-    thread when it starts.
+    Everything that may compute first calls it: building or loading a model, stock ones too, and
+    the compute thread when it starts.
     """
     os.environ.setdefault("MKL_CBWR", "AUTO")
     for dtype in (torch.float32, torch.float64):

@@ -189,7 +189,7 @@ def _exceeded(grammar: str, kind: str, cpu_s: int) -> str:
 
 
 def _guarded(call: Callable[[], T], fault: Callable[[str], Exception]) -> T:
-    """Call llguidance; whatever it raises, panics of Rust included, becomes ``fault``."""
+    """Call llguidance; all that it raises, panics of Rust included, becomes ``fault``."""
     try:
         return call()
     except (KeyboardInterrupt, SystemExit):

@@ -33,7 +33,7 @@ _PYTHON: dict[str, tuple[str, object]] = {
     "False": ("boolean", False),
     "None": ("null", None),
 }
-"""Values that templates write as Python does, thus models too, each with its type in a schema."""
+"""Values that templates, and so models, write as Python does, each with its type in a schema."""
 _BETWEEN = _SPACE + ",;"
 _MARKERS = (CLOSE, OPEN, CALLS, PYTHON_TAG)
 _MAX_SKIPPED = 256  # characters of white space and punctuation between calls

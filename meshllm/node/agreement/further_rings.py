@@ -27,7 +27,7 @@ from meshllm.node.agreement.ring_server import NodeParts, RingServer
 from meshllm.node.timer import loop_time
 
 MOVE_S = 10.0  # s that a node waits for the end of its sessions before it leaves a ring
-DRAIN_S = 60.0  # s more for a further ring that is to be the first
+DRAIN_S = 60.0  # s more for a further ring that will be the first
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class FurtherRings:
         self.rings: dict[GroupId, FurtherRing] = {}
         """Those that have not ended."""
         self.next_first: GroupId | None = None
-        """The group that is to be the first ring of this node."""
+        """The group that will be the first ring of this node."""
         self._parts = parts
         self._failed = failed
         # Groups, and memory; None to look again.
@@ -160,7 +160,7 @@ class FurtherRings:
         ring.begin(partial(self._give_up, group), partial(self._ended, group))
 
     def _give_up(self, group: GroupId, model: ModelKey, error: ModelError) -> None:
-        """Take no part in a ring for a while; hold its model no more unless another ring does."""
+        """Stay out of a ring for a while; release its model unless another ring holds it."""
         others = (each.charter for each in self._parts.state.members if each.group != group)
         if not any(each and each.key == model for each in others):
             self._failed(model, error)

@@ -76,7 +76,7 @@ class OwnState:
         self.is_leaving = False
         """Whether this node tells the others to make a plan without it."""
         self.has_left = False
-        """Whether this node publishes no more."""
+        """Whether this node has stopped publishing."""
         self.failed = failed
         """Called when a member cannot load its span, see `MemberHost`."""
         self.news = asyncio.Event()

@@ -65,7 +65,7 @@ class PlanFollower:
     def _settle_s(self) -> float:
         """Return for how long what is agreed on must not change before this node acts on it."""
         agreement = self._planner.agreement
-        if agreement is None:  # the mesh serves this model no more
+        if agreement is None:  # the mesh no longer serves this model
             return END_S if self._has_sessions() else SETTLE_S
         if agreement.lacking:
             return GATHER_S

@@ -226,7 +226,7 @@ class RingDirectory:
             LinkLost: it takes part in none; it may have moved, or the ring may have ended.
         """
         wanted = self._wanted(model)
-        if wanted is None:  # this node knows no charter yet, thus no plan
+        if wanted is None:  # this node knows no charter yet, and so no plan
             return self._own.first
         if (at := self._serving(wanted, group)) is None:
             raise LinkLost(self._absence(wanted, group), hint="see `meshllm ring status`")

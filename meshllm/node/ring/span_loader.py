@@ -123,7 +123,7 @@ class SpanLoader:
         self._dtype: torch.dtype = getattr(torch, shape.dtype)
         self._kept = _Kept()
         self._ahead = _Kept()  # for the plan that may follow; some of it is also kept
-        self._is_untidy = False  # something was kept no more
+        self._is_untidy = False  # something that was kept has been released
         self._whole: Skeleton | None = None  # once it was needed
         self._head_parts: list[Parts | None] | None = None  # how the LM head is split, once known
 
@@ -140,7 +140,7 @@ class SpanLoader:
     def load_ahead(self, part: RankPart) -> None:
         """Load a part beside the one in force, with which it shares what is in both.
 
-        A later `load` of the part loads nothing. Whatever was loaded ahead before is released.
+        A later `load` of the part loads nothing. Anything loaded ahead before is released.
 
         Raises:
             ModelError: the weights are missing or damaged.

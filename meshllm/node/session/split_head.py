@@ -71,7 +71,7 @@ class SplitStep:
     """Time of the whole head, if no logits were requested."""
     is_proved: bool = False
     fault: str = ""
-    """Why the feature is to be disabled."""
+    """Why the feature must be disabled."""
 
 
 class HeadParts:

@@ -67,7 +67,7 @@ class GroupTable:
     shares: dict[NodeId, dict[GroupId, int]] = field(default_factory=dict)
     """The further groups of each node, with the memory for them."""
     ending: dict[NodeId, dict[GroupId, int]] = field(default_factory=dict)
-    """The shares that count no more, but serve until another plan takes the place of theirs."""
+    """The shares that no longer count, but serve until another plan takes the place of theirs."""
     plans: dict[GroupId, Plan] = field(default_factory=dict)
     memberships: dict[tuple[NodeId, GroupId], RingMembership] = field(default_factory=dict)
     used: frozenset[ModelKey] = frozenset()
@@ -116,8 +116,8 @@ class GroupTable:
     def _can_work(self, group: GroupId, plan: Plan) -> bool:
         """Return whether nodes of a ring can load their layers, and have memory and links for them.
 
-        They tell of the plan that they followed last, also when it works no more, or when its entry
-        may not be one any more.
+        They tell of the plan that they followed last, also when it no longer works, or when its
+        entry may no longer be one.
         """
         ring = [at.node for at in plan.stages]
         numbers = [self.numbers[group]] if group in self.numbers else []

@@ -10,7 +10,7 @@ give together the sum of one token per time of the slowest node of each.
 No ring can be faster than one of all nodes whose layers are divided for this: what a node holds in
 several rings, weighted by their tokens, is a division of the layers too. But policies make answers
 fast, and leave a node out that only adds a hop; such a node is worth a ring of its own with a part
-of the layers elsewhere. Hence the comparison is with the ring that the policy of the charter would
+of the layers elsewhere. So the comparison is with the ring that the policy of the charter would
 make with this node.
 
 All numbers are integers or quotients of integers, so that they are the same on every node.

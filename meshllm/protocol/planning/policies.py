@@ -65,7 +65,7 @@ class Policy:
     """What a plan optimises."""
 
     objective: Callable[[Problem, Division], int]
-    """What to minimise: an integer from 0 on, hence the same on every machine."""
+    """What to minimise: an integer from 0 on, so that it is the same on every machine."""
     solve: Callable[[Problem], Division | None] | None = None
     """Finds the best ring."""
     takes_spans: bool = True

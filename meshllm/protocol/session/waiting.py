@@ -106,7 +106,7 @@ class PromptQueue:
         return first
 
     def end(self, session: SessionId) -> None:
-        """Let a session wait no more, as it sends nothing more."""
+        """Forget a session, which sends nothing more."""
         self.waiting.pop(session, None)
 
     def leave(self, session: SessionId) -> None:

@@ -90,7 +90,7 @@ class ConnectionAdmission(Generic[T]):
         return self._retry(header.source_cid, header.destination_cid, source, now)
 
     def count(self, who: T, host: str, *, relay: str = "") -> list[T]:
-        """Count a connection as half-open; return those to close for it, counted no more.
+        """Count a connection as half-open; return those to close for it, no longer counted.
 
         It counts for ``host``, and for the ``relay`` that it came through, if any.
         """
