@@ -336,7 +336,7 @@ ELSEWHERE = {
     "meshllm.cli.ring.toml_fields": "`test_spec.py` has the table of its errors",
     "meshllm.cli.shared.units": "the tables of refused options in the tests of commands",
     "meshllm.config_file": "`test_config.py`",
-    "meshllm.model.modules.quant_form": "only types",
+    "meshllm.model.modules.quant_matrix": "`test_int8.py` and `test_int4.py`, with their kernels",
     "meshllm.model.text.answer_parser": "joins two parsers; `node/session/test_text.py` runs it",
     "meshllm.node.view": "only data; `node/test_report.py` and `builders/view.py` make it",
     "meshllm.protocol.membership.actions": "only data, which `test_mesh.py` compares",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshllm.model.device import CPU
-from meshllm.model.modules import int8
+from meshllm.model.modules import quant_matrix
 from meshllm.model.modules.linear_bf16 import MOST_ROWS, CompiledLinear
 from meshllm.model.modules.linear_onednn import PackedLinear, replace_linears
 from meshllm.model.modules.linear_padded import find_min_rows, pad_linears, unpad_linears
@@ -64,7 +64,7 @@ def most_invariant_rows(model: nn.Module) -> float:
             case CompiledLinear():
                 most = min(most, module.most_rows)
             case QuantLinear():
-                most = min(most, int8.most_rows())
+                most = min(most, quant_matrix.most_rows())
             case nn.Embedding():
                 pass
             case _ if any(_is_matrix(each) for each in module.parameters(recurse=False)):

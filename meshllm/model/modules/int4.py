@@ -1,19 +1,16 @@
 """GEMM with int4 weights.
 
 Weights have a scale and a zero point per `GROUP` inputs of an output; activations keep 16 bits, as
-for int8 weights. `meshllm.model.kernels.gemm_int4` multiplies any number of rows; on CPUs with bf16
-matrix instructions, prompts are multiplied by weights that are dequantised some at a time.
+for int8 weights. `meshllm.model.kernels.gemm_int4` multiplies any number of rows, or dequantises
+the weights for prompts, see `QuantMatrix`.
 """
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from meshllm.model.kernels import gemm_int4
 from meshllm.model.kernels.gemm_int4 import CODES, GROUP, OUTPUTS
-from meshllm.model.modules.int8 import is_dequantised, multiply_dequantised
-from meshllm.model.modules.quant_form import Form, Packed, Shape
+from meshllm.model.modules.quant_matrix import Form, Packed, QuantMatrix, Shape
 from meshllm.model.pages import huge_zeros
 from meshllm.model.pauses import pause
 
@@ -21,31 +18,6 @@ CHUNK_ROWS = 4096  # of a matrix quantised at a time; a multiple of `OUTPUTS`
 
 _SHRINKS = (1.0, 0.9, 0.8)  # of the range of a group: clipping its ends often reduces the error
 _TINY = 1e-30  # smallest scale, for groups of equal weights
-
-
-class Int4Matrix:
-    """int4 weights with a scale and a zero point per group of inputs."""
-
-    __slots__ = ("_data", "_scale", "shape")
-
-    def __init__(self, packed: Packed, shape: Shape) -> None:
-        self.shape = shape
-        self._data, self._scale = packed["data"], packed["scale"]
-
-    @property
-    def tensors(self) -> Sequence[Tensor]:
-        """Its weights and scales."""
-        return self._data, self._scale
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        """Multiply [M, K] to [M, N], in their dtype."""
-        multiply = gemm_int4.multiply
-        if is_dequantised(rows):
-            products = multiply_dequantised(rows, self._data, self._scale, gemm_int4.dequantise)
-        else:
-            products = multiply(rows, self._data, self._scale)
-        outputs = self.shape[0]
-        return products if products.shape[1] == outputs else products[:, :outputs]
 
 
 def pack(weight: Tensor) -> dict[str, Tensor]:
@@ -64,6 +36,11 @@ def pack(weight: Tensor) -> dict[str, Tensor]:
         data[here] = words.view(-1, OUTPUTS, words.shape[1]).transpose(1, 2)
         scales[here] = pairs.view(-1, OUTPUTS, groups, 2).transpose(1, 2)
     return {"data": data, "scale": scales}
+
+
+def open_packed(packed: Packed, shape: Shape) -> QuantMatrix:
+    """Return the matrix of what `pack` returned."""
+    return QuantMatrix(packed, shape, gemm_int4.multiply, gemm_int4.dequantise)
 
 
 def form(shape: Shape, _dtype: torch.dtype) -> Form:

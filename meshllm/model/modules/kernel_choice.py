@@ -28,8 +28,8 @@ from meshllm.model.kernels import jit
 from meshllm.model.kernels.gemm_bf16 import Bf16Matrix
 from meshllm.model.kernels.ir import PAIRS_FEATURE
 from meshllm.model.kernels.measured import Times, cpu_seconds, measure_once, one_thread
-from meshllm.model.modules.int8 import multiplies_matrices
 from meshllm.model.modules.probe import probe_matrix
+from meshllm.model.modules.quant_matrix import multiplies_matrices
 from meshllm.model.pages import huge_zeros
 
 FEWEST = 768

@@ -19,8 +19,8 @@ from torch.nn import functional
 
 from meshllm.model.kernels import jit
 from meshllm.model.kernels.gemm_bf16 import GEMV_LANES, OUTPUTS, Bf16Matrix
-from meshllm.model.modules.int8 import multiplies_matrices
 from meshllm.model.modules.kernel_choice import LinearKernel, fastest, has_bf16_dot
+from meshllm.model.modules.quant_matrix import multiplies_matrices
 
 MOST_ROWS = 17
 """Rows of a batched step, of all its sessions, that have the bits of a single row."""

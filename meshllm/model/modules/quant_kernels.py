@@ -10,7 +10,7 @@ from torch import Tensor
 from meshllm.errors import ModelError
 from meshllm.model.kernels.gemm_int4 import GROUP
 from meshllm.model.modules import int4, int8
-from meshllm.model.modules.quant_form import Form, Matrix, Packed, Shape
+from meshllm.model.modules.quant_matrix import Form, Packed, QuantMatrix, Shape
 from meshllm.names import Quant
 
 
@@ -19,7 +19,7 @@ class Kernel:
     """Functions that pack and multiply matrices."""
 
     pack: Callable[[Tensor], Packed]
-    open: Callable[[Packed, Shape], Matrix]
+    open: Callable[[Packed, Shape], QuantMatrix]
     form: Callable[[Shape, torch.dtype], Form]
     """Returns the shapes and dtypes of what `pack` returns."""
     limit: float
@@ -28,8 +28,8 @@ class Kernel:
 
 KERNELS = {
     # The limits are a few times the error of normally distributed weights: 0.008 and 0.09.
-    Quant.INT8: Kernel(int8.pack, int8.Int8Matrix, int8.form, 0.03),
-    Quant.INT4: Kernel(int4.pack, int4.Int4Matrix, int4.form, 0.15),
+    Quant.INT8: Kernel(int8.pack, int8.open_packed, int8.form, 0.03),
+    Quant.INT4: Kernel(int4.pack, int4.open_packed, int4.form, 0.15),
 }
 
 

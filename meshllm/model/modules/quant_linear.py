@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from meshllm.model.modules.quant_form import Matrix
+from meshllm.model.modules.quant_matrix import QuantMatrix
 
 
 class FusedProjections:
@@ -17,7 +17,7 @@ class FusedProjections:
 
     __slots__ = ("_parts", "_x", "matrix", "sizes")
 
-    def __init__(self, matrix: Matrix, sizes: Sequence[int]) -> None:
+    def __init__(self, matrix: QuantMatrix, sizes: Sequence[int]) -> None:
         self.matrix = matrix
         self.sizes = list(sizes)
         """Outputs of each."""

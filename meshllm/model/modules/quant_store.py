@@ -27,7 +27,7 @@ from meshllm.local_files import is_own, make_private, replacing
 from meshllm.model.files.loader import list_weights, open_file, select
 from meshllm.model.files.manifest import file_digests
 from meshllm.model.json_cache import load_cached, store_cached
-from meshllm.model.modules.quant_form import Form, Packed
+from meshllm.model.modules.quant_matrix import Form, Packed
 from meshllm.model.pages import prefer_huge_pages
 from meshllm.model.split.skeleton import Skeleton
 

@@ -21,9 +21,9 @@ import transformers
 from torch import Tensor, nn
 
 from meshllm.model.modules.quant_choice import Plain, choose, fusable_groups
-from meshllm.model.modules.quant_form import Matrix, Shape
 from meshllm.model.modules.quant_kernels import kernel, size_of
 from meshllm.model.modules.quant_linear import FusedProjections, QuantLinear
+from meshllm.model.modules.quant_matrix import QuantMatrix, Shape
 from meshllm.model.modules.quant_store import evict, load, save
 from meshllm.model.pages import page_out
 from meshllm.model.pauses import pause
@@ -121,14 +121,14 @@ class _Quantizer:
         self._replace(linears, matrix)
         return []
 
-    def _find(self, modules: Sequence[nn.Linear], shape: Shape) -> Matrix | None:
+    def _find(self, modules: Sequence[nn.Linear], shape: Shape) -> QuantMatrix | None:
         key = self._key(modules, shape)
         if self._cache is None or key is None:
             return None
         packed = load(self._cache, key, self._kernel.form(shape, modules[0].weight.dtype))
         return None if packed is None else self._kernel.open(packed, shape)
 
-    def _make(self, modules: Sequence[nn.Linear], shape: Shape) -> tuple[Matrix | None, float]:
+    def _make(self, modules: Sequence[nn.Linear], shape: Shape) -> tuple[QuantMatrix | None, float]:
         """Pack and test a matrix; cache it if it is good, and map it from the cache."""
         weights = [module.weight.detach() for module in modules]
         packed = self._kernel.pack(weights[0] if len(weights) == 1 else torch.cat(weights))
@@ -151,7 +151,7 @@ class _Quantizer:
         forms = [f"{module.weight.dtype} {module.weight.shape}" for module in modules]
         return "\n".join([self._kind, *made_by, *forms, *digests])
 
-    def _replace(self, linears: Mapping[str, nn.Linear], matrix: Matrix) -> None:
+    def _replace(self, linears: Mapping[str, nn.Linear], matrix: QuantMatrix) -> None:
         fused = FusedProjections(matrix, [module.out_features for module in linears.values()])
         dtype = next(iter(linears.values())).weight.dtype
         self.bytes += size_of(self._kernel.form(matrix.shape, dtype))
@@ -165,7 +165,7 @@ class _Quantizer:
             self._model.set_submodule(name, QuantLinear(plain, fused, index))
 
 
-def _error(matrix: Matrix, weights: Sequence[Tensor]) -> float:
+def _error(matrix: QuantMatrix, weights: Sequence[Tensor]) -> float:
     """Return the largest relative error of a packed matrix against its plain ones."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(SAMPLES, matrix.shape[1], generator=generator)

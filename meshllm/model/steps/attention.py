@@ -20,7 +20,7 @@ from meshllm.model.kernels import attention as native_attention
 from meshllm.model.kernels import flash_attention, jit
 from meshllm.model.kernels.measured import cpu_seconds, measure_once, one_thread
 from meshllm.model.kernels.softmax import COLUMNS, causal_softmax_
-from meshllm.model.modules import int8
+from meshllm.model.modules import quant_matrix
 from meshllm.model.modules.kernel_choice import has_bf16_dot
 
 SCORES = 1 << 20  # attention scores computed at a time
@@ -172,7 +172,7 @@ def _in_blocks(
     groups, keys = key.shape[1:3]
     each, past = heads // groups, keys - rows
     mixed = query.new_empty(1, rows, heads, value.shape[3])
-    if query.dtype == torch.bfloat16 and not int8.multiplies_matrices():
+    if query.dtype == torch.bfloat16 and not quant_matrix.multiplies_matrices():
         query, key, value = query.float(), key.float(), value.float()
     most = max(COLUMNS, SCORES // (groups * keys)) // each or 1
     times = -(-rows // most)

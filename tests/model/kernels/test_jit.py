@@ -23,8 +23,8 @@ from meshllm.model.kernels.ir import INT, Code
 from meshllm.model.kernels.jit import CLAIMED, FINISHED, RUN, JitFunction
 from meshllm.model.kernels.machine_code import CodeImage
 from meshllm.model.kernels.program import Call, Program
-from meshllm.model.modules.int8 import multiplies_matrices
 from meshllm.model.modules.kernel_choice import has_bf16_dot
+from meshllm.model.modules.quant_matrix import multiplies_matrices
 
 BARE = "x86-64-v3", "+avx2,+fma,-avx512f"
 """A CPU of 2013: registers half as wide, and half as many."""

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from meshllm.model.kernels.gemm_int4 import GROUP
-from meshllm.model.modules import int4, int8
-from meshllm.model.modules.int4 import Int4Matrix, form, pack
-from meshllm.model.modules.int8 import DEQUANTISE_ROWS
+from meshllm.model.modules import int4, quant_matrix
+from meshllm.model.modules.int4 import form, open_packed, pack
+from meshllm.model.modules.quant_matrix import DEQUANTISE_ROWS, QuantMatrix
 from meshllm.model.pauses import pausing
 
 SHAPES = [(64, 64), (192, 576), (48, 128), (1, 64)]
@@ -22,8 +22,8 @@ def _threads() -> Iterator[None]:
     torch.set_num_threads(count)
 
 
-def packed(weight: Tensor) -> Int4Matrix:
-    return Int4Matrix(pack(weight), (weight.shape[0], weight.shape[1]))
+def packed(weight: Tensor) -> QuantMatrix:
+    return open_packed(pack(weight), (weight.shape[0], weight.shape[1]))
 
 
 def normal(*shape: int) -> Tensor:
@@ -124,7 +124,7 @@ def test_prompts_are_multiplied_by_torch_where_it_has_matrix_instructions(
     weight, x = normal(2000, 1088).bfloat16(), normal(rows, 1088).bfloat16()
     matrix, both = packed(weight), list[torch.Tensor]()
     for has_matrices in (False, True):
-        monkeypatch.setattr(int8, "multiplies_matrices", lambda has=has_matrices: has)
+        monkeypatch.setattr(quant_matrix, "multiplies_matrices", lambda has=has_matrices: has)
         both.append(matrix(x))
     own, found = both
 

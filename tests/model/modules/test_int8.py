@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshllm.model.modules import int8
-from meshllm.model.modules.int8 import Int8Matrix, form, pack
+from meshllm.model.modules import int8, quant_matrix
+from meshllm.model.modules.int8 import form, open_packed, pack
+from meshllm.model.modules.quant_matrix import DEQUANTISE_ROWS, QuantMatrix
 from meshllm.model.pauses import pausing
 
 SHAPES = [(64, 64), (192, 576), (200, 100), (1000, 77), (1, 32)]
@@ -20,8 +21,8 @@ def _threads() -> Iterator[None]:
     torch.set_num_threads(count)
 
 
-def packed(weight: Tensor) -> Int8Matrix:
-    return Int8Matrix(pack(weight), (weight.shape[0], weight.shape[1]))
+def packed(weight: Tensor) -> QuantMatrix:
+    return open_packed(pack(weight), (weight.shape[0], weight.shape[1]))
 
 
 def normal(*shape: int) -> Tensor:
@@ -59,12 +60,12 @@ def test_outliers_cost_the_other_columns_next_to_nothing() -> None:
 def test_prefill_has_the_same_error_with_and_without_dequantising(
     monkeypatch: pytest.MonkeyPatch, outputs: int
 ) -> None:
-    weight, x = normal(outputs, 96), normal(int8.DEQUANTISE_ROWS, 96).bfloat16()
+    weight, x = normal(outputs, 96), normal(DEQUANTISE_ROWS, 96).bfloat16()
     exact, matrix = x.float() @ weight.T, packed(weight)
-    monkeypatch.setattr(int8, "DEQUANTISED_BYTES", 2 * 96 * 64 * 3)
+    monkeypatch.setattr(quant_matrix, "DEQUANTISED_BYTES", 2 * 96 * 64 * 3)
     found = []
     for fast in (True, False):
-        monkeypatch.setattr(int8, "multiplies_matrices", lambda fast=fast: fast)
+        monkeypatch.setattr(quant_matrix, "multiplies_matrices", lambda fast=fast: fast)
         found.append(matrix(x))
 
     assert [y.shape for y in found] == [exact.shape] * 2
@@ -117,7 +118,7 @@ def test_the_form_is_known_before_packing(shape: tuple[int, int]) -> None:
 
 def test_packed_tensors_are_not_copied() -> None:
     parts = pack(normal(64, 64))
-    matrix, x = Int8Matrix(parts, (64, 64)), normal(1, 64)
+    matrix, x = open_packed(parts, (64, 64)), normal(1, 64)
     before = matrix(x)
 
     parts["scale"].mul_(2)

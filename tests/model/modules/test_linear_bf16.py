@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from meshllm.model.kernels import jit
 from meshllm.model.kernels.gemm_bf16 import Bf16Matrix
 from meshllm.model.modules import linear_bf16
-from meshllm.model.modules.int8 import multiplies_matrices
 from meshllm.model.modules.kernel_choice import LinearKernel, has_bf16_dot
 from meshllm.model.modules.linear_bf16 import (
     DOT_ROWS,
@@ -18,6 +17,7 @@ from meshllm.model.modules.linear_bf16 import (
     has_native,
     to_native,
 )
+from meshllm.model.modules.quant_matrix import multiplies_matrices
 
 pytestmark = pytest.mark.skipif(
     not jit.jit_available(), reason="executable memory is forbidden here"

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from meshllm.errors import ModelError
-from meshllm.model.modules.quant_form import Packed
 from meshllm.model.modules.quant_kernels import KERNELS, kernel, packed_bytes, unsupported
+from meshllm.model.modules.quant_matrix import Packed
 from meshllm.names import Quant
 
 BF16 = torch.bfloat16

@@ -4,22 +4,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from meshllm.model.kernels import gemm_int8
 from meshllm.model.modules.quant_linear import FusedProjections, QuantLinear
+from meshllm.model.modules.quant_matrix import QuantMatrix
 
 
-class Exact:
+class Exact(QuantMatrix):
     """A plain matrix that counts how often it is used."""
 
     def __init__(self, *plain: nn.Linear) -> None:
         self.weight = torch.cat([linear.weight.detach() for linear in plain])
-        self.shape = len(self.weight), self.weight.shape[1]
         self.calls = 0
+        packed = {"data": self.weight, "scale": torch.ones(len(self.weight))}
+        shape = len(self.weight), self.weight.shape[1]
+        super().__init__(packed, shape, self._count, gemm_int8.dequantise)
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [self.weight]
-
-    def __call__(self, rows: Tensor) -> Tensor:
+    def _count(self, rows: Tensor, *_: Tensor) -> Tensor:
         self.calls += 1
         return (rows @ self.weight.T).float()
 

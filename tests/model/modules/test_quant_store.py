@@ -14,7 +14,7 @@ from torch import Tensor
 from meshllm.errors import ModelError
 from meshllm.model.files.source import open_folder
 from meshllm.model.modules import quant_store
-from meshllm.model.modules.quant_form import Form
+from meshllm.model.modules.quant_matrix import Form
 from meshllm.model.modules.quant_store import (
     ALIGNMENT,
     UNUSED_S,

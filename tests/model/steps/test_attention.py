@@ -13,7 +13,7 @@ from torch.nn import functional
 from meshllm.model.kernels import attention as native_attention
 from meshllm.model.kernels import jit
 from meshllm.model.kernels.softmax import COLUMNS, causal_softmax_
-from meshllm.model.modules import int8
+from meshllm.model.modules import quant_matrix
 from meshllm.model.modules.kernel_choice import has_bf16_dot
 from meshllm.model.steps import attention
 from meshllm.model.steps.attention import PrefillKernel, decode_attention
@@ -160,7 +160,7 @@ def test_a_bfloat16_chunk_is_rounded_once_without_matrix_instructions(has_matric
     exact = attention.prefill_attention(query.float(), key.float(), value.float(), 0.125)
 
     with (
-        patch.object(int8, "multiplies_matrices", lambda: has_matrices),
+        patch.object(quant_matrix, "multiplies_matrices", lambda: has_matrices),
         patch.object(attention, "prefill_kernel", lambda *_: PrefillKernel.BLOCKS),
     ):
         found = attention.prefill_attention(query, key, value, 0.125)
