@@ -6,7 +6,7 @@ import pytest
 
 from meshllm.api.metrics import exposition
 from meshllm.status import RingState
-from tests.builders.fake_node import FakeNode, told
+from tests.builders.fake_node import FakeNode, mesh_status
 from tests.builders.status import RINGS, with_link, with_ring
 
 OWN = 'model="Qwen/Qwen3-0.6B",replica="0"'  # labels of the ring of the node
@@ -18,14 +18,14 @@ LINE = re.compile(
 
 
 def test_every_line_matches_the_text_format() -> None:
-    text = exposition(told())
+    text = exposition(mesh_status())
 
     assert text.endswith("\n")
     assert [line for line in text.splitlines() if not LINE.fullmatch(line)] == []
 
 
 def test_each_family_is_described_once() -> None:
-    types = re.findall(r"^# TYPE (\S+)", exposition(told()), re.MULTILINE)
+    types = re.findall(r"^# TYPE (\S+)", exposition(mesh_status()), re.MULTILINE)
 
     assert len(types) == len(set(types)) > 10
 
@@ -60,18 +60,18 @@ def test_each_family_is_described_once() -> None:
     ],
 )
 def test_values_are_exported(line: str) -> None:
-    assert line in exposition(told()).split("\n")
+    assert line in exposition(mesh_status()).split("\n")
 
 
 def test_no_two_families_share_a_name_in_openmetrics() -> None:
-    names = re.findall(r"^# TYPE (\S+)", exposition(told()), re.MULTILINE)
+    names = re.findall(r"^# TYPE (\S+)", exposition(mesh_status()), re.MULTILINE)
     families = [each.removesuffix("_total") for each in names]  # which counters lose there
 
     assert len(set(families)) == len(families) > 20
 
 
 def test_unknown_values_are_left_out() -> None:
-    forming = with_ring(told(), state=RingState.FORMING, measured=None, predicted=None)
+    forming = with_ring(mesh_status(), state=RingState.FORMING, measured=None, predicted=None)
     text = exposition(with_link(forming, 1, round_trip_ms=None))
 
     assert "\nmeshllm_token_seconds" not in text
@@ -88,7 +88,7 @@ async def test_the_metrics_have_a_route(client: httpx2.AsyncClient, door: FakeNo
 
 
 def test_every_ring_of_the_mesh_has_a_sample() -> None:
-    text = exposition(replace(told(), rings=RINGS))
+    text = exposition(replace(mesh_status(), rings=RINGS))
 
     assert 'meshllm_served_ring{model="Qwen/Qwen3-0.6B",replica="0"} True\n' not in text
     assert 'meshllm_served_ring{model="Qwen/Qwen3-0.6B",replica="0"} 1.0\n' in text
@@ -96,7 +96,7 @@ def test_every_ring_of_the_mesh_has_a_sample() -> None:
 
 
 def test_each_ring_of_the_node_has_samples_of_its_own() -> None:
-    status = told()
+    status = mesh_status()
     tiny = replace(status.ring, policy="throughput", digest="00ff", execution="stock", epoch=9)
     own = (replace(RINGS[0], status=status.ring), replace(RINGS[1], status=tiny))
     text = exposition(replace(status, rings=own))

@@ -34,7 +34,7 @@ from tests.builders.status import member, node_id, status_of, with_link, with_no
 CHANGE = Change("changed", RingState.SERVING, 7, "0123456789ab", {"abc": NodeState.SERVING})
 
 
-def told() -> MeshStatus:
+def mesh_status() -> MeshStatus:
     """A ring of two, with round numbers and a malicious node name."""
     status = status_of(2)
     assert status.ring.measured
@@ -86,7 +86,7 @@ class FakeNode:
     """By other members."""
 
     def report(self) -> MeshStatus:
-        status = told()
+        status = mesh_status()
         assert status.model
         known = replace(status.model, fingerprint="fp_0123456789ab")
         model = replace(known, name=self.served) if self.served else None
@@ -108,7 +108,7 @@ class FakeNode:
         self.calls.append((terms,))
         if terms.policy == "bad":
             raise UserError("Unknown policy `bad`")
-        ring = told().ring
+        ring = mesh_status().ring
         return PlannedRing(terms.policy or "auto", "", ring.stages, ring.predicted)
 
     async def invite(

@@ -79,16 +79,16 @@ async def ask(socket: ClientConnection, ask: str = "a", **fields: Any) -> None:
     await send(socket, type="ask", id=ask, request={**BODY, **fields})
 
 
-async def told(socket: ClientConnection) -> dict[str, Any]:
+async def received(socket: ClientConnection) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(await socket.recv())
     return found
 
 
 async def until_end(socket: ClientConnection) -> list[dict[str, Any]]:
     """Return the messages up to the end of one ask."""
-    found = [await told(socket)]
+    found = [await received(socket)]
     while found[-1]["type"] in ("progress", "piece"):
-        found.append(await told(socket))
+        found.append(await received(socket))
     return found
 
 
@@ -177,9 +177,9 @@ async def test_asks_run_side_by_side(socket: ClientConnection, door: FakeNode) -
     await ask(socket, "a")
     await ask(socket, "b")
 
-    ids = {(await told(socket))["id"] for _ in range(6)}
+    ids = {(await received(socket))["id"] for _ in range(6)}
     door.go.set()
-    ends = [await told(socket), await told(socket)]
+    ends = [await received(socket), await received(socket)]
 
     assert ids == {"a", "b"}
     assert sorted((each["id"], each["type"]) for each in ends) == [("a", "done"), ("b", "done")]
@@ -254,7 +254,7 @@ async def test_what_is_not_a_message_ends_the_connection(
 ) -> None:
     await socket.send(message)
 
-    error = await told(socket)
+    error = await received(socket)
     await socket.wait_closed()
 
     assert (error["type"], error["id"]) == ("error", None)
@@ -327,7 +327,7 @@ async def test_asks_in_progress_are_bounded(socket: ClientConnection, door: Fake
     await ask(socket, "0")
     await ask(socket, "more")
 
-    repeated, many = [await told(socket), await told(socket)]
+    repeated, many = [await received(socket), await received(socket)]
 
     assert (repeated["id"], "in progress" in repeated["error"]["message"]) == ("0", True)
     assert (many["id"], many["error"]["code"]) == ("more", "rate_limit_exceeded")
@@ -422,7 +422,7 @@ async def test_a_long_message_that_cannot_wait_is_refused_alone(
     monkeypatch.setattr(held_bytes, "MAX_HELD_BYTES", SHORT_BYTES)
     async with serving(door, accounts) as address, asyncio.timeout(60), connect(address) as socket:
         await ask(socket, "a", user="x" * SHORT_BYTES)
-        error = await told(socket)
+        error = await received(socket)
         await ask(socket, "b")
         *_, done = await until_end(socket)
 

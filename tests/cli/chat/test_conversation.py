@@ -38,7 +38,7 @@ def test_a_question_without_a_reply_is_dropped(conversation: Conversation) -> No
 
 
 def test_help_lists_every_command(conversation: Conversation) -> None:
-    text = _told(conversation, "/help")
+    text = output_of(conversation, "/help")
 
     assert all(name in text for name in REPL_COMMANDS)
     assert "Ctrl-C" in text
@@ -49,7 +49,7 @@ def test_everything_settable_can_be_set_and_shown(conversation: Conversation, na
     told = conversation.execute(f"/set {name} 1")
 
     assert told == f"{name} = 1"
-    assert f"{name} " in _told(conversation, "/show")
+    assert f"{name} " in output_of(conversation, "/show")
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_a_set_value_can_be_reset(conversation: Conversation, name: str, shown: 
 
 
 def test_help_lists_no_command_twice(conversation: Conversation) -> None:
-    assert [line for line in _told(conversation, "/help").splitlines() if "/quit" in line] == [
+    assert [line for line in output_of(conversation, "/help").splitlines() if "/quit" in line] == [
         "/exit            exit; also /quit, /bye, exit and quit"
     ]
 
@@ -242,8 +242,8 @@ def test_stats_show_the_last_answer(conversation: Conversation) -> None:
     conversation.answer = answer_of("hi", 1)
     seed = conversation.request("hi").sampling.seed
 
-    assert "250.0 tokens/s" in _told(conversation, "/stats")
-    assert f"\nseed {seed}" in _told(conversation, "/stats")
+    assert "250.0 tokens/s" in output_of(conversation, "/stats")
+    assert f"\nseed {seed}" in output_of(conversation, "/stats")
 
 
 def test_each_answer_has_a_new_seed_unless_one_is_set(conversation: Conversation) -> None:
@@ -257,7 +257,7 @@ def test_each_answer_has_a_new_seed_unless_one_is_set(conversation: Conversation
 
 def test_what_is_not_set_is_left_to_the_model(conversation: Conversation) -> None:
     assert conversation.request("hi").unset == MODEL_SAMPLING
-    assert "the model's" in _told(conversation, "/show")
+    assert "the model's" in output_of(conversation, "/show")
 
     conversation.execute("/set temperature 0")
 
@@ -265,7 +265,7 @@ def test_what_is_not_set_is_left_to_the_model(conversation: Conversation) -> Non
     assert conversation.request("hi").sampling.temperature == 0
 
 
-def _told(conversation: Conversation, line: str) -> str:
+def output_of(conversation: Conversation, line: str) -> str:
     told = conversation.execute(line)
     assert isinstance(told, str)
     return told

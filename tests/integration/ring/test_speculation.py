@@ -66,7 +66,7 @@ async def opened(
         yield ring
 
 
-async def told(ring: LocalRing, order: GenerationRequest) -> tuple[list[int], Ended]:
+async def generated(ring: LocalRing, order: GenerationRequest) -> tuple[list[int], Ended]:
     outputs = [output async for output in ring.entry.generate(order)]
     ended = outputs[-1]
     assert isinstance(ended, Ended)
@@ -87,7 +87,7 @@ async def answer(
     order: GenerationRequest | None = None,
 ) -> tuple[list[int], Ended]:
     async with opened(source, drafting, nodes, shape) as ring:
-        return await told(ring, order or ordered(sampling))
+        return await generated(ring, order or ordered(sampling))
 
 
 async def answers(
@@ -97,9 +97,9 @@ async def answers(
     first, *others = draftings
     changing = Changing(first)
     async with opened(source, changing, nodes) as ring:
-        found = [await told(ring, ordered(sampling))]
+        found = [await generated(ring, ordered(sampling))]
         for changing.now in others:
-            found.append(await told(ring, ordered(sampling)))
+            found.append(await generated(ring, ordered(sampling)))
     return found
 
 
@@ -196,7 +196,7 @@ def test_an_answer_ends_where_it_does_without_drafts(bfloat16: Source, nodes: in
         async with opened(bfloat16, Oracle((*PROMPT, *text), 1.0), nodes) as ring:
             ends = [partial(take_token, place) for place in places]
             orders = [GenerationRequest(PROMPT, SAMPLINGS[0], TOKENS, each) for each in ends]
-            return [await told(ring, order) for order in orders]
+            return [await generated(ring, order) for order in orders]
 
     for place, (tokens, ended) in zip(places, asyncio.run(all_answers()), strict=True):
         assert (tokens, ended.reason) == (text[: place + 1], FinishReason.STOP)
@@ -211,7 +211,7 @@ def test_an_answer_is_as_long_as_asked(bfloat16: Source) -> None:
             orders = [
                 GenerationRequest(PROMPT, SAMPLINGS[0], most, lambda _: False) for most in sizes
             ]
-            return [await told(ring, order) for order in orders]
+            return [await generated(ring, order) for order in orders]
 
     found = [(tokens, ended.reason) for tokens, ended in asyncio.run(all_answers())]
     assert found == [(text[:most], FinishReason.LENGTH) for most in sizes]

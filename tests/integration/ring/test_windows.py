@@ -103,7 +103,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
     return tiny_model(tmp_path_factory.mktemp("qwen3"), "qwen3", dtype=torch.bfloat16)
 
 
-async def told(ring: LocalRing, order: GenerationRequest) -> tuple[list[int], Ended]:
+async def generated(ring: LocalRing, order: GenerationRequest) -> tuple[list[int], Ended]:
     outputs = [output async for output in ring.entry.generate(order)]
     ended = outputs[-1]
     assert isinstance(ended, Ended)
@@ -138,7 +138,7 @@ async def answers(
     async with open_local_ring(source, options, LoopbackTransport(shape)) as ring:
         if ring.entry._speculation:
             ring.entry._speculation = replace(ring.entry._speculation, depth=depth)
-        asked = [told(ring, order) for order in orders]
+        asked = [generated(ring, order) for order in orders]
         return list(await asyncio.gather(*asked)) if at_once else [await each for each in asked]
 
 

@@ -22,7 +22,7 @@ class FakeSocket(socket.socket):
         return self.answer
 
 
-def told(answer: bytes | None) -> float | None:
+def rate_of(answer: bytes | None) -> float | None:
     with FakeSocket() as fake:
         fake.answer = answer
         return delivery_rate(fake)
@@ -37,8 +37,8 @@ def test_a_closed_tls_connection_has_no_rate() -> None:
 
 
 def test_the_rate_excludes_application_limited_periods() -> None:
-    assert told(info(0, 1_250_000)) == 1.25e6
-    assert told(info(0b110, 1_250_000)) == 1.25e6  # the other flags of this byte
+    assert rate_of(info(0, 1_250_000)) == 1.25e6
+    assert rate_of(info(0b110, 1_250_000)) == 1.25e6  # the other flags of this byte
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_the_rate_excludes_application_limited_periods() -> None:
     ids=["too little to send", "no rate yet", "an old kernel", "nothing", "closed"],
 )
 def test_an_unavailable_rate_is_none(answer: bytes | None) -> None:
-    assert told(answer) is None
+    assert rate_of(answer) is None
 
 
 @pytest.mark.socket

@@ -15,7 +15,7 @@ def plan_of(*stages: tuple[NodeId, str], ends: Ends = Ends.ENTRY) -> Plan:
     return Plan(1, "tiny", ends, parts)
 
 
-def told(plan: Plan, staying: set[NodeId], *spare: NodeId) -> list[str]:
+def spans_of(plan: Plan, staying: set[NodeId], *spare: NodeId) -> list[str]:
     names = {A: "A", B: "B", C: "C", D: "D", E: "E"}
     return [
         " ".join(f"{names[stage.node]}{stage.span}" for stage in stages)
@@ -43,18 +43,18 @@ THREE = plan_of((A, "0:4"), (B, "4:8"), (C, "8:12"))
 def test_a_neighbour_or_a_spare_node_or_both_neighbours_take_what_is_lost(
     lost: NodeId, found: list[str]
 ) -> None:
-    assert told(THREE, {A, B, C} - {lost}, D) == found
+    assert spans_of(THREE, {A, B, C} - {lost}, D) == found
 
 
 def test_neighbours_that_are_lost_together_leave_one_gap() -> None:
-    assert told(THREE, {A}, D) == ["A0:12", "A0:4 D4:12"]
-    assert told(THREE, {B}) == ["B0:12"]
+    assert spans_of(THREE, {A}, D) == ["A0:12", "A0:4 D4:12"]
+    assert spans_of(THREE, {B}) == ["B0:12"]
 
 
 def test_no_node_takes_two_gaps_around_another() -> None:
     four = plan_of((A, "0:2"), (B, "2:4"), (C, "4:6"), (D, "6:8"))
 
-    found = told(four, {B, D}, E)
+    found = spans_of(four, {B, D}, E)
 
     assert found == [
         *("B0:6 D6:8", "B0:4 D4:8", "B0:4 E4:6 D6:8", "B0:5 D5:8"),
@@ -70,18 +70,18 @@ def test_a_gap_is_divided_at_a_few_layers(layers: int, cuts: list[int]) -> None:
     three = plan_of((A, "0:4"), (B, f"4:{stop}"), (C, f"{stop}:64"))
 
     divided = [f"A0:{cut} C{cut}:64" for cut in cuts]
-    assert told(three, {A, C}) == [f"A0:{stop} C{stop}:64", "A0:4 C4:64", *divided]
+    assert spans_of(three, {A, C}) == [f"A0:{stop} C{stop}:64", "A0:4 C4:64", *divided]
 
 
 def test_an_entry_without_layers_gets_none() -> None:
     client = plan_of((A, "0:0"), (B, "0:4"), (C, "4:8"), ends=Ends.CLIENT)
 
-    assert told(client, {A, C}) == ["A0:0 C0:8"]
+    assert spans_of(client, {A, C}) == ["A0:0 C0:8"]
 
 
 @pytest.mark.parametrize("staying", [set[NodeId](), {A, B, C}])
 def test_without_a_loss_or_survivors_there_is_none(staying: set[NodeId]) -> None:
-    assert told(THREE, staying, D) == []
+    assert spans_of(THREE, staying, D) == []
 
 
 def test_each_of_several_gaps_may_go_to_both_sides() -> None:

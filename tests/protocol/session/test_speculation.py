@@ -126,13 +126,13 @@ def of(steps: Steps) -> tuple[int, ...]:
     return guesses
 
 
-def told(drafting: Drafting, *, tokens: int = 300, room: int = 99) -> list[int]:
+def guesses_per_step(drafting: Drafting, *, tokens: int = 300, room: int = 99) -> list[int]:
     """Return how many tokens were guessed at each step of a text."""
     return write(Speculation(drafting), Clock(), tokens, room)[0]
 
 
 def test_good_drafts_are_used_and_more_of_them_in_time() -> None:
-    assert sum(told(Oracle(TEXT, 1.0), tokens=60)) > 40
+    assert sum(guesses_per_step(Oracle(TEXT, 1.0), tokens=60)) > 40
 
 
 def test_what_drafts_cost_other_sessions_is_known_at_once_and_forgotten_alone() -> None:
@@ -148,16 +148,16 @@ def test_what_drafts_cost_other_sessions_is_known_at_once_and_forgotten_alone() 
 
 
 def test_bad_drafts_are_soon_left_alone() -> None:
-    guessed = told(Oracle(TEXT, 0.0), tokens=60)
+    guessed = guesses_per_step(Oracle(TEXT, 0.0), tokens=60)
 
     assert 0 < sum(guessed) <= 60
     assert sum(guessed[40:]) == 0
 
 
 def test_steps_use_only_prepared_row_counts() -> None:
-    assert set(told(Oracle(TEXT, 0.9))) <= set(GUESSES)
-    assert max(told(Oracle(TEXT, 1.0), room=3)) <= 3
-    assert set(told(Oracle(TEXT, 1.0), room=0)) == {0}
+    assert set(guesses_per_step(Oracle(TEXT, 0.9))) <= set(GUESSES)
+    assert max(guesses_per_step(Oracle(TEXT, 1.0), room=3)) <= 3
+    assert set(guesses_per_step(Oracle(TEXT, 1.0), room=0)) == {0}
 
 
 def test_finished_texts_improve_later_drafts() -> None:
