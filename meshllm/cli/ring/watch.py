@@ -26,12 +26,17 @@ async def follow(
     Raises:
         LinkLost: no node is running at first.
     """
+    task = asyncio.current_task()
     show(await client.status())
     while True:
         try:
             await _follow(client, show)
         except* LinkLost as errors:
-            away(f"{errors.exceptions[0]}; waiting for the node to return")
+            lost = errors.exceptions[0]
+        if task is not None and task.cancelling():
+            # Until Python 3.13 a failing TaskGroup drops a cancellation that comes meanwhile.
+            raise asyncio.CancelledError
+        away(f"{lost}; waiting for the node to return")
         await _until_back(client)
 
 

@@ -49,6 +49,25 @@ async def test_a_node_that_restarts_is_watched_again(monkeypatch: pytest.MonkeyP
     assert told == ["1 nodes", "The node is gone; waiting for the node to return", "3 nodes"]
 
 
+async def test_a_cancellation_while_the_node_is_lost_ends_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Interrupted(FakeClient):
+        async def status(self) -> MeshStatus:
+            status = await super().status()
+            if seen:
+                watching.cancel()
+                raise LinkLost("The node is gone")
+            return status
+
+    seen: list[MeshStatus] = []
+    node = Interrupted(monkeypatch)
+    watching = asyncio.create_task(watch.follow(client(node), seen.append, pytest.fail))
+
+    with pytest.raises(asyncio.CancelledError):
+        await watching
+
+
 async def test_without_a_node_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     node = FakeClient(monkeypatch)
     node.statuses = [LinkLost("No node is running")]
