@@ -47,6 +47,10 @@ class _Known:
     findings: tuple[Finding, ...]
 
 
+class _BrokenInstallation(MeshError):
+    """Torch, transformers or a library that they need cannot be imported."""
+
+
 def examine(
     chosen: Settings, status: MeshStatus | MeshError, transports: Sequence[str]
 ) -> Iterator[Finding]:
@@ -69,9 +73,7 @@ def examine(
         yield from check_members(report)
     yield check_memory(psutil.virtual_memory().available)
     yield check_load(os.getloadavg()[0], usable_cores())
-    yield check_device(chosen.device)
-    for name in listed(chosen.model) or (chosen.model,):
-        yield from check_whole_model(change(chosen, {"model": name}))
+    yield from check_inference(chosen)
     yield from check_transports(transports, Registry.discover())
     parts = (f"{name} {version(name)}" for name in ("torch", "transformers"))
     found = ", ".join(
@@ -219,10 +221,20 @@ def check_load(load: float, cores: int) -> Finding:
     return Finding("ok", "threads", found)
 
 
+def check_inference(chosen: Settings) -> Iterator[Finding]:
+    """Check the device and each model until torch or transformers cannot be imported."""
+    try:
+        yield check_device(chosen.device)
+        for name in listed(chosen.model) or (chosen.model,):
+            yield from check_whole_model(change(chosen, {"model": name}))
+    except _BrokenInstallation as error:
+        yield Finding("fail", "torch", str(error), error.hint or "")
+
+
 def check_device(wanted: str) -> Finding:
     """Report the device that a float32 model would use, and a GPU that torch cannot use."""
     if not uses_cpu(wanted):
-        import_heavy(_WITH_TORCH)
+        _import_checks()
         from meshllm.cli.doctor.modelchecks import check_gpu
 
         if found := check_gpu(wanted):
@@ -246,13 +258,24 @@ def check_whole_model(chosen: Settings) -> Iterator[Finding]:
     if known := record.read(_Known):
         yield from known.findings
         return
-    import_heavy(_WITH_TORCH)
+    _import_checks()
     from meshllm.cli.doctor.modelchecks import examine_model
 
     findings = tuple(examine_model(chosen))
     if all(each.verdict == "ok" for each in findings) and not is_busy():
         record.write(_Known(findings))
     yield from findings
+
+
+def _import_checks() -> None:
+    try:
+        import_heavy(_WITH_TORCH)
+    except (ImportError, OSError) as error:  # such as for lack of a shared library
+        reason = str(error).strip().partition("\n")[0]
+        raise _BrokenInstallation(
+            f"torch or transformers cannot be imported: {reason}",
+            hint="install both again, in versions that fit this machine and each other",
+        ) from error
 
 
 def is_busy() -> bool:

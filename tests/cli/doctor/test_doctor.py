@@ -86,6 +86,30 @@ def test_each_model_that_a_node_can_hold_is_checked(
     assert found[-1]["verdict"] == "fail"
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("kind", [ImportError, OSError])
+def test_a_broken_installation_of_torch_is_one_failed_check(
+    meshllm: Invoke,
+    node: FakeClient,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[Exception],
+    device: str,
+) -> None:
+    def import_heavy(*_: str) -> None:
+        raise kind("libcudart.so.12: cannot open shared object file\nmore")
+
+    monkeypatch.setattr(checks, "import_heavy", import_heavy)
+
+    result = meshllm("doctor", "--model", "builtin, builtin", "--device", device, "--json")
+
+    found = json.loads(result.stdout)["findings"]
+    (failed,) = (each for each in found if each["verdict"] == "fail")
+    assert (result.exit_code, failed["what"]) == (1, "torch")
+    assert failed["found"].endswith("imported: libcudart.so.12: cannot open shared object file")
+    assert failed["advice"].startswith("install both again")
+    assert {"memory", "transport", "versions"} <= {each["what"] for each in found}
+
+
 @pytest.mark.parametrize(("verdict", "code"), [("ok", 0), ("warn", 0), ("fail", 1)])
 def test_only_a_failed_check_fails_the_command(
     meshllm: Invoke, node: FakeClient, monkeypatch: pytest.MonkeyPatch, verdict: str, code: int
