@@ -358,7 +358,7 @@ def error_to_fields(error: MeshError) -> dict[str, Any]:
         message=str(error),
         code=_CODES[kind],
         type="invalid_request_error"
-        if issubclass(kind, UserError | ModelError)
+        if issubclass(kind, UserError | ModelMissing)
         else "server_error",
         param=error.name if isinstance(error, WrongField) else None,
         hint=error.hint,

@@ -368,6 +368,17 @@ def test_an_error_has_the_fields_of_openai_and_ours() -> None:
 
 
 @pytest.mark.parametrize(
+    ("error", "type_"),
+    [
+        (ModelError("the files do not fit"), "server_error"),
+        (ModelMissing("no/model"), "invalid_request_error"),
+    ],
+)
+def test_only_a_missing_model_is_a_fault_of_the_request(error: MeshError, type_: str) -> None:
+    assert error_to_fields(error)["type"] == type_
+
+
+@pytest.mark.parametrize(
     ("sent", "read"), [(7, 7), (None, 0), (-1, 0), (10**9, request_json.MAX_RETRY_S)]
 )
 def test_an_error_says_when_tokens_are_free_within_a_day(sent: int | None, read: int) -> None:
