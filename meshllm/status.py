@@ -11,13 +11,17 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from meshllm.errors import PeerFault, UserError
-from meshllm.names import LossCause, Span
+from meshllm.names import LossCause, Span, counted
 from meshllm.strict_json import build, lay_out
 
 T = TypeVar("T")
 
 MIN_PREFIX = 6  # hexadecimal digits of a key that name its model
 NO_LINK = "no link to it"  # why a node is down; one whose engine is down has another reason
+UNANSWERED_HINT = (
+    "they are off or unreachable, or this node was removed from the mesh: ask a member;"
+    " to join again use a new ticket and another `--state`"
+)
 SCHEMA = 1
 """Version of the JSON; incremented when a field is removed or changes its meaning."""
 
@@ -530,6 +534,13 @@ def find_model(models: Sequence[ModelStatus], name: str) -> ModelStatus | None:
     )
     found = (each for matches in tests for each in models if matches(each))
     return next(found, None)
+
+
+def unanswered(status: MeshStatus) -> str:
+    """Say how many members of the mesh do not answer; empty if one does, or there is none."""
+    count = status.unanswered
+    verb = "does" if count == 1 else "do"
+    return f"{counted(count, 'member')} of this mesh {verb} not answer" if count else ""
 
 
 def to_json(value: object) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from meshllm.names import SHORT_LETTERS, Span
 from meshllm.status import (
     PASSING_MEMORY,
+    UNANSWERED_HINT,
     LossCounts,
     Measured,
     MemoryStatus,
@@ -21,6 +22,7 @@ from meshllm.status import (
     RingStatus,
     ServedRing,
     SessionCounts,
+    unanswered,
 )
 
 MEBIBYTE = 20  # bits
@@ -181,7 +183,7 @@ def view_of(status: MeshStatus, *, is_public: bool) -> PageStatus:
         measured=_speed(ring.measured),
         predicted=_speed(ring.predicted),
         advice="" if is_public else ring.advice,
-        warnings=() if is_public else status.warnings,
+        warnings=() if is_public else _warnings(status),
         memory=None if is_public or status.is_client else _rounded(status.memory),
         active=counts.active,
         waiting=counts.waiting,
@@ -191,6 +193,11 @@ def view_of(status: MeshStatus, *, is_public: bool) -> PageStatus:
         is_public=is_public,
         is_client=status.is_client,
     )
+
+
+def _warnings(status: MeshStatus) -> tuple[str, ...]:
+    alone = (f"{found}: {UNANSWERED_HINT}",) if (found := unanswered(status)) else ()
+    return (*alone, *status.warnings)
 
 
 def _hops(ring: RingStatus, names: dict[str, tuple[str, str]]) -> tuple[PageHop, ...]:

@@ -17,7 +17,6 @@ from meshllm.cli.doctor.finding import Finding, Verdict
 from meshllm.cli.doctor.netchecks import check_listening, check_network, check_ports
 from meshllm.cli.ring.status import MAX_SKEW_S, clean, ms, skewed_clocks
 from meshllm.cli.shared.client import socket_path, start_command
-from meshllm.cli.shared.events import UNANSWERED_HINT, unanswered
 from meshllm.cli.shared.local import import_heavy
 from meshllm.cli.shared.model_record import ModelRecord
 from meshllm.cli.shared.units import listed
@@ -28,7 +27,15 @@ from meshllm.local_files import stat_all
 from meshllm.model.hardware import usable_cores, uses_cpu
 from meshllm.names import counted, show
 from meshllm.node.membership.state_store import StateStore
-from meshllm.status import NO_LINK, MeshStatus, NodeState, NodeStatus, RingState
+from meshllm.status import (
+    NO_LINK,
+    UNANSWERED_HINT,
+    MeshStatus,
+    NodeState,
+    NodeStatus,
+    RingState,
+    unanswered,
+)
 from meshllm.transport.registry import Registry
 
 SLOW_MS = 100.0  # a longer round trip takes more time than a token of a small model

@@ -8,10 +8,10 @@ from textwrap import wrap
 from typing import Any, TypeVar, cast
 
 from meshllm.cli.ring.picture import Box, picture
-from meshllm.cli.shared.events import UNANSWERED_HINT, unanswered
 from meshllm.cli.terminal.render import PER_TOKEN, bytes_of, cut, one_line, table
 from meshllm.names import SHORT_LETTERS, LossCause, Span, counted
 from meshllm.status import (
+    UNANSWERED_HINT,
     Measured,
     MeshStatus,
     ModelStatus,
@@ -19,6 +19,7 @@ from meshllm.status import (
     RingStatus,
     ServedRing,
     to_json,
+    unanswered,
 )
 
 T = TypeVar("T")

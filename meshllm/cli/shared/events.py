@@ -8,15 +8,10 @@ from typing import TYPE_CHECKING
 
 from meshllm.cli.terminal.render import bytes_of
 from meshllm.log import Field
-from meshllm.names import SHORT_LETTERS, counted
+from meshllm.names import SHORT_LETTERS
 
 if TYPE_CHECKING:
     from meshllm.status import MeshStatus, NodeStatus, RingStatus
-
-UNANSWERED_HINT = (
-    "they are off or unreachable, or this node was removed from the mesh: ask a member;"
-    " to join again use a new ticket and another `--state`"
-)
 
 _VERBS = {
     "leaving": "is leaving",
@@ -61,16 +56,10 @@ def notices(before: "MeshStatus | None", after: "MeshStatus") -> Iterator[Notice
     if is_other and not (_is_going_on(old, new) and _lacks_one(after)):
         yield _of_ring(old, new, after.node)
     if _is_alone(after) and not (before and _is_alone(before)):
+        from meshllm.status import UNANSWERED_HINT, unanswered
+
         text = f"{unanswered(after)}: {UNANSWERED_HINT}"
         yield Notice("alone", text, {"unanswered": after.unanswered})
-
-
-def unanswered(status: "MeshStatus") -> str:
-    """Say how many members of the mesh do not answer; empty if one does, or there is none."""
-    count = status.unanswered
-    return f"{counted(count, 'member')} of this mesh do{'es' * (count == 1)} not answer" * bool(
-        count
-    )
 
 
 def _is_alone(status: "MeshStatus") -> bool:

@@ -52,6 +52,16 @@ def test_the_terms_in_force_are_shown() -> None:
     assert guests.exclude == ()
 
 
+def test_members_that_do_not_answer_are_a_warning_to_the_owner() -> None:
+    status = replace(status_of(1), unanswered=2, warnings=("desk is slow",))
+
+    seen, guests = (view_of(status, is_public=is_public) for is_public in (False, True))
+
+    assert seen.warnings[0].startswith("2 members of this mesh do not answer: they are off")
+    assert seen.warnings[1:] == ("desk is slow",)
+    assert guests.warnings == ()
+
+
 def test_a_public_door_hides_who_takes_part() -> None:
     status = with_node(status_of(3), 1, state=NodeState.REFUSED, reason="layer 3 of desk differs")
     status = with_ring(status, advice="`desk` is slow", reason="desk is gone")
