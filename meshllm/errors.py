@@ -12,6 +12,7 @@
         OutOfMemory      4  an allocation failed
       NotAuthorised      5  the peer rejects this node's credential
       TimedOut           6  a deadline passed
+        NotServed        6  no ring served the model in time; it may later
       PeerFault          7  a peer violated the protocol
         IntegrityFault   7  bytes do not match their hash
       PluginError        1  a transport plugin is missing or broken
@@ -88,6 +89,15 @@ class TimedOut(MeshError):
     """A deadline passed before the work was done."""
 
     exit_code = 6
+
+
+class NotServed(TimedOut):
+    """No ring served the model of a request in time; one may later."""
+
+    def __init__(self, message: str, *, hint: str | None = None, retry_s: int) -> None:
+        super().__init__(message, hint=hint)
+        self.retry_s = retry_s
+        """Estimated seconds until one does."""
 
 
 class PeerFault(MeshError):

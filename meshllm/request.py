@@ -275,6 +275,14 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
+class Waiting:
+    """No ring serves the model yet; the node that was asked says so while a request waits."""
+
+    reason: str
+    """What is waited for, for people."""
+
+
+@dataclass(frozen=True, slots=True)
 class PromptTokens:
     """Token ids of the prompt, if requested; a long prompt has several, in order.
 
@@ -374,8 +382,8 @@ class Written:
         return replace(answer, text=text, reasoning=reasoning, calls=calls)
 
 
-Event = PromptTokens | Prefilled | Resumable | Interruption | Piece | Answer
-"""An item of a generation: prompt, progress, how to resume, losses, pieces, the answer last."""
+Event = Waiting | PromptTokens | Prefilled | Resumable | Interruption | Piece | Answer
+"""An item of a generation: waits, prompt, progress, resumption, losses, pieces, the answer last."""
 
 
 class Backend(Protocol):

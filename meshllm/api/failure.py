@@ -6,7 +6,7 @@ https://platform.openai.com/docs/guides/error-codes
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -22,6 +22,7 @@ from meshllm.errors import (
     MeshError,
     ModelMissing,
     NotAuthorised,
+    NotServed,
     QuotaUsed,
     TimedOut,
     UserError,
@@ -100,6 +101,8 @@ def failure_of(error: MeshError) -> Failure:
             return Failure(400, INVALID, error.code, error.name or None)
         case QuotaUsed():
             return Failure(429, "tokens", "rate_limit_exceeded", retry_s=error.retry_s)
+        case NotServed():
+            return replace(LATER, retry_s=error.retry_s)
         case _:
             return next(_FAILURES[each] for each in type(error).__mro__ if each in _FAILURES)
 

@@ -78,7 +78,7 @@ class Stream(Response, Generic[T]):
 
     An item for which ``write`` returns no bytes is not sent. The status line is sent with the
     first bytes: an earlier error sets its own status, a later one is written by ``fail``. In each
-    `KEEP_ALIVE_S` of silence ``idle`` is sent, if there is one.
+    `KEEP_ALIVE_S` of silence, what ``idle`` returns is sent.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Stream(Response, Generic[T]):
         write: Callable[[T], bytes],
         fail: Callable[[MeshError], bytes],
         headers: Mapping[str, str] | None = None,
-        idle: bytes = b"",
+        idle: Callable[[], bytes] | None = None,
     ) -> None:
         super().__init__(media_type=media_type, headers=headers)
         del self.headers["content-length"]
@@ -120,9 +120,9 @@ class Stream(Response, Generic[T]):
         limit_s = KEEP_ALIVE_S if self.idle else None
         while not (await asyncio.wait(tasks, timeout=limit_s, return_when=FIRST_COMPLETED))[0]:
             limit_s = sent.quiet_s
-            if limit_s <= 0:
+            if self.idle and limit_s <= 0:
                 limit_s = KEEP_ALIVE_S
-                await sent.put(self.idle)
+                await sent.put(self.idle())
 
     async def _send(self, sent: "_Body") -> None:
         async with aclosing(self.items) as items:

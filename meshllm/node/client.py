@@ -42,6 +42,7 @@ from meshllm.node.requests.peer_requests import MAX_PER_CLIENT
 from meshllm.node.requests.router import MAX_WAITING, RequestRouter
 from meshllm.node.supervisor import Supervisor
 from meshllm.node.timer import loop_time
+from meshllm.protocol.agreement.load_estimate import retry_s
 from meshllm.protocol.membership.client_quota import places
 from meshllm.protocol.membership.codec import (
     AskModels,
@@ -302,6 +303,11 @@ class MeshClient:
         if self.links.by_peer:
             return "no node that the request trusts answers"
         return "no node of the mesh answers"
+
+    def retry_s(self, model: str, waited_s: float) -> int:
+        """Return after how many seconds a request may be repeated which waited for a node."""
+        _ = model
+        return retry_s(waited_s)
 
     loads_until = 0.0  # a client does not know whether its ingress loads
 

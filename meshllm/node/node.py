@@ -345,6 +345,7 @@ class MeshNode:
                 self._run_links,
                 self.router.run,
                 self.service.first.planner.run,
+                self.rings.watch_loads,
                 self._redial,
                 *parts,
                 self.records.run,

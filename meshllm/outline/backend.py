@@ -25,7 +25,7 @@ from meshllm.outline.eligibility import OutlineMode, may_be_long, objection
 from meshllm.outline.join import Join
 from meshllm.outline.outlining import Outlining
 from meshllm.outline.points import Point
-from meshllm.request import Answer, Backend, Event, Interruption, Piece, Prefilled, Request
+from meshllm.request import Answer, Backend, Event, Interruption, Piece, Prefilled, Request, Waiting
 from meshllm.strict_json import WrongField
 
 TOGETHER = 8  # sessions of one answer at a time
@@ -66,7 +66,7 @@ class OutlineBackend:
         begin = _now()
         async with aclosing(self._outline(outlining)) as events:
             async for event in events:
-                if isinstance(event, Prefilled | Interruption):
+                if isinstance(event, Waiting | Prefilled | Interruption):
                     yield event
                 elif isinstance(event, Piece) and event.tokens:
                     yield Piece("", event.tokens)

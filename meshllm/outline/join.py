@@ -23,6 +23,7 @@ from meshllm.request import (
     Prefilled,
     PromptTokens,
     Resumable,
+    Waiting,
 )
 
 MAX_POINT_CHARS = 64 * 1024  # 64 characters for each of 1024 tokens; English averages about 4
@@ -125,6 +126,8 @@ class Join:
                 if text != self._interruption:  # every point has lost the same ring
                     self._interruption = text
                     yield event
+            case Waiting():
+                pass  # the first text is shown already
             case Resumable() | PromptTokens():
                 pass  # of a point: the joined answer cannot continue from caches
             case _:

@@ -16,6 +16,7 @@ from meshllm.errors import (
     ModelError,
     ModelMissing,
     NotAuthorised,
+    NotServed,
     PeerFault,
     QuotaUsed,
     TimedOut,
@@ -42,6 +43,7 @@ CHAT = "/v1/chat/completions"
         (Leaving("x"), 503, "service_unavailable"),
         (LinkLost("x"), 503, "service_unavailable"),
         (TimedOut("x"), 503, "service_unavailable"),
+        (NotServed("x", retry_s=40), 503, "service_unavailable"),
         (NotAuthorised("x"), 503, "service_unavailable"),
         (PeerFault("x"), 500, "internal_error"),
         (ModelMissing("x"), 404, "model_not_found"),
@@ -71,10 +73,11 @@ def test_the_object_has_the_four_fields_of_openai_and_no_other() -> None:
 
 
 def test_only_what_may_succeed_later_says_when_to_retry() -> None:
-    errors = (Busy("x"), Leaving("x"), QuotaUsed("x", retry_s=99), UserError("x"))
+    unserved = NotServed("x", retry_s=40)
+    errors = (Busy("x"), Leaving("x"), QuotaUsed("x", retry_s=99), unserved, UserError("x"))
     responses = [response_of(each) for each in errors]
 
-    assert [each.headers.get("retry-after") for each in responses] == ["2", "2", "99", None]
+    assert [each.headers.get("retry-after") for each in responses] == ["2", "2", "99", "40", None]
 
 
 def test_a_refused_key_names_the_scheme() -> None:

@@ -74,7 +74,7 @@ def test_a_silent_stream_is_kept_alive_whatever_progress_it_makes() -> None:
         await asyncio.sleep(KEEP_ALIVE_S - 1)
         yield "y"
 
-    stream = Stream(words(), "text/plain", str.encode, _fail, idle=b"idle")
+    stream = Stream(words(), "text/plain", str.encode, _fail, idle=lambda: b"idle")
     run_virtual(stream({"type": "http"}, _stay, sent))
 
     assert sent == [b"head", b"idle", b"idle", b"x", b"y", b""]
@@ -118,7 +118,7 @@ def test_nothing_piles_up_for_a_client_that_does_not_read() -> None:
         await sent(message)
         await asyncio.sleep(25)
 
-    stream = Stream(words(), "text/plain", str.encode, _fail, idle=b"idle")
+    stream = Stream(words(), "text/plain", str.encode, _fail, idle=lambda: b"idle")
     run_virtual(stream({"type": "http"}, _stay, slowly))
 
     assert sent == [b"head", b"x", b""]

@@ -75,7 +75,7 @@ class FakeNode:
     served: str | None = "builtin"
     said: tuple[Event, ...] = ()
     """Answer with these events instead."""
-    progress: Prefilled = field(default_factory=lambda: Prefilled(2, 2))
+    progress: Event = field(default_factory=lambda: Prefilled(2, 2))
     entry: str = node_id(0)
     waits_for: str = ""
     """The ring is forming, for this reason."""

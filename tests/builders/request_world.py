@@ -89,6 +89,9 @@ class FakeRing:
     def reason(self, model: str = "") -> str:
         return "they sleep"
 
+    def retry_s(self, model: str, waited_s: float) -> int:
+        return round(2 * waited_s)
+
     def ring_at(self, entry: RingEntry, model: str = "") -> RingPlan | None:
         plan = self.plans.get(entry.node)
         return (GroupId(model.encode()), plan) if plan else None

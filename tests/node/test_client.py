@@ -80,6 +80,9 @@ class Inn(House):
     def reason(self, model: str = "") -> str:
         return ""
 
+    def retry_s(self, model: str, waited_s: float) -> int:
+        return 1
+
     loads_until = 0.0
 
     def ring_at(self, entry: RingEntry, model: str = "") -> RingPlan | None:
@@ -802,6 +805,7 @@ def test_a_removed_client_is_told_so_now_and_at_its_next_start(run: Run) -> None
             await asyncio.sleep(20)
             assert thin.links.by_peer == {}
             assert thin.reason() == "no node of the mesh answers"
+            assert thin.retry_s("", 30.0) == 30
         await a.close()
         with pytest.raises(NotAuthorised, match="is removed from the mesh"):
             async with client(town, text):

@@ -6,7 +6,7 @@ from meshllm.errors import PeerFault
 from meshllm.names import LossCause
 from meshllm.outline.join import MAX_POINT_CHARS, Join, TokenUsage
 from meshllm.outline.points import Point
-from meshllm.request import Event, Interruption, Piece, Resumable
+from meshllm.request import Event, Interruption, Piece, Resumable, Waiting
 from tests.builders.fake_ring import answer_of
 
 POINTS = [Point(1, "Parks"), Point(2, "Work"), Point(3, "Friends")]
@@ -35,8 +35,9 @@ def test_a_loss_is_told_once_for_all_points() -> None:
     assert told == [LOST, again]
 
 
-def test_how_to_resume_one_point_is_not_told() -> None:
-    assert [*Join(POINTS, TokenUsage()).take(0, Resumable("ab", (4,)))] == []
+@pytest.mark.parametrize("event", [Resumable("ab", (4,)), Waiting("desk loads it")])
+def test_what_only_one_point_tells_is_not_told(event: Event) -> None:
+    assert [*Join(POINTS, TokenUsage()).take(0, event)] == []
 
 
 def test_complete_points_are_shown_when_those_before_them_are() -> None:

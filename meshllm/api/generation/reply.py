@@ -2,19 +2,23 @@
 
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from meshllm.api.failure import compact, error_object
 from meshllm.api.generation.headers import trace_of
+from meshllm.api.generation.service import Choices
+from meshllm.api.respond import Stream
 from meshllm.errors import MeshError
-from meshllm.request import Answer, FinishReason
+from meshllm.log import escape
+from meshllm.request import Answer, FinishReason, Waiting
 from meshllm.request import Request as Asked
 
 PATIENCE = b": patience\n\n"  # a comment, which clients ignore
 DONE = b"data: [DONE]\n\n"
 STREAM = "text/event-stream"
+MAX_COMMENT_CHARS = 1000
 
 
 @dataclass(slots=True)
@@ -135,6 +139,41 @@ class Reply:
                 "reasoning_tokens": sum(each.reasoning_tokens for each in answers)
             },
         }
+
+
+class EventStream(Stream[Choices]):
+    """Streams the events of answers as server-sent events.
+
+    In silence it sends ``idle``, or while a request waits for a ring, a comment on what for.
+    """
+
+    def __init__(
+        self,
+        events: AsyncGenerator[Choices, None],
+        write: Callable[[Choices], bytes],
+        fail: Callable[[MeshError], bytes],
+        headers: Mapping[str, str],
+        idle: bytes = PATIENCE,
+    ) -> None:
+        super().__init__(events, STREAM, self._written, fail, headers, self._kept)
+        self._write, self._idle, self._reason = write, idle, ""
+
+    def _written(self, news: Choices) -> bytes:
+        match news:
+            case _, Waiting(reason):
+                self._reason = reason
+                return b""
+        self._reason = ""
+        return self._write(news)
+
+    def _kept(self) -> bytes:
+        return comment(f"waiting: {self._reason}") if self._reason else self._idle
+
+
+def comment(text: str) -> bytes:
+    """Write a comment, which clients ignore; names that peers chose cannot end its line."""
+    line = escape(text[:MAX_COMMENT_CHARS]).replace("\n", " ")
+    return f": {line}\n\n".encode(errors="replace")
 
 
 def event(data: bytes, kind: str = "") -> bytes:

@@ -14,7 +14,7 @@ from meshllm.api.failure import JSON, error_object
 from meshllm.api.generation.extension import Extension, answer_as_needed
 from meshllm.api.generation.generating import Generating, read_fields, variants
 from meshllm.api.generation.headers import headers_of, is_traced
-from meshllm.api.generation.reply import PATIENCE, STREAM, Reply, failure, reason
+from meshllm.api.generation.reply import EventStream, Reply, failure, reason
 from meshllm.api.generation.service import Choices, Service
 from meshllm.api.generation.structured import schema_of
 from meshllm.api.generation.tools import FIELDS, new_call_id, tools_of
@@ -255,7 +255,7 @@ def routes(service: Service) -> list[Route]:
         )  # fmt: skip
         headers = headers_of(model)
         if body.stream:
-            return Stream(made.events, STREAM, reply.chunks, failure, headers, PATIENCE)
+            return EventStream(made.events, reply.chunks, failure, headers)
         return Stream(made.events, JSON, reply.completion, error_object, headers)
 
     return [Route("/v1/chat/completions", chat, methods=["POST"])]

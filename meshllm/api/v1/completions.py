@@ -14,7 +14,7 @@ from meshllm.api.generation.extension import Needs, answer_as_needed
 from meshllm.api.generation.generating import Generating, read_fields, variants
 from meshllm.api.generation.headers import headers_of, is_traced
 from meshllm.api.generation.prompts import read_prompts, with_prompt
-from meshllm.api.generation.reply import PATIENCE, STREAM, Reply, failure, reason
+from meshllm.api.generation.reply import EventStream, Reply, failure, reason
 from meshllm.api.generation.service import Choices, Service
 from meshllm.api.respond import Stream
 from meshllm.request import Answer, Piece, TokenLogprobs
@@ -143,7 +143,7 @@ def routes(service: Service) -> list[Route]:
         events = answer_as_needed(service, key, model, asked, body.meshllm)
         headers = headers_of(model)
         if body.stream:
-            return Stream(events, STREAM, reply.chunks, failure, headers, PATIENCE)
+            return EventStream(events, reply.chunks, failure, headers)
         return Stream(events, JSON, reply.completion, error_object, headers)
 
     return [Route("/v1/completions", complete, methods=["POST"])]

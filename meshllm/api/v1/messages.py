@@ -20,7 +20,7 @@ from meshllm.api.generation import reply as base
 from meshllm.api.generation.extension import SeededNeeds, answer_as_needed, seed_of
 from meshllm.api.generation.generating import MAX_STOPS, read_fields
 from meshllm.api.generation.headers import headers_of, is_traced, trace_of
-from meshllm.api.generation.reply import STREAM
+from meshllm.api.generation.reply import EventStream
 from meshllm.api.generation.service import Choices, Service
 from meshllm.api.generation.tools import tools_of_messages
 from meshllm.api.respond import Stream, while_connected
@@ -302,7 +302,7 @@ def routes(service: Service) -> list[Route]:
         events = answer_as_needed(service, key, model, [asked], body.meshllm)
         headers = headers_of(model)
         if body.stream:
-            return Stream(events, STREAM, reply.events, _failure, headers, PING)
+            return EventStream(events, reply.events, _failure, headers, PING)
         return Stream(events, JSON, reply.message, messages_error, headers)
 
     async def count(request: Request) -> Response:

@@ -19,7 +19,7 @@ from meshllm.api.generation import reply as base
 from meshllm.api.generation.extension import SeededNeeds, answer_as_needed, seed_of
 from meshllm.api.generation.generating import DEFAULT_TEMPERATURE, read_fields
 from meshllm.api.generation.headers import headers_of, is_traced, trace_of
-from meshllm.api.generation.reply import PATIENCE, STREAM
+from meshllm.api.generation.reply import EventStream
 from meshllm.api.generation.service import Choices, Service
 from meshllm.api.generation.structured import schema_of_format
 from meshllm.api.generation.tools import FIELDS, new_call_id, tools_of
@@ -415,7 +415,7 @@ def routes(service: Service) -> list[Route]:
         events = answer_as_needed(service, key, model, [asked], body.meshllm)
         headers = headers_of(model)
         if body.stream:
-            return Stream(events, STREAM, reply.events, reply.failure, headers, PATIENCE)
+            return EventStream(events, reply.events, reply.failure, headers)
         return Stream(events, JSON, reply.whole, error_object, headers)
 
     async def retrieve(request: Request) -> Response:

@@ -16,6 +16,7 @@ from meshllm.request import (
     PromptTokens,
     Request,
     Resumable,
+    Waiting,
 )
 
 _NOTE_CHARS = 200
@@ -37,8 +38,8 @@ async def stream(
     async with aclosing(ring.generate(request)) as events:
         async for event in events:
             match event:
-                case Prefilled(done, total):
-                    status.show(f"prefill, {done} of {total} tokens")
+                case Waiting() | Prefilled():
+                    status.show(_progress(event))
                 case Piece():
                     _show(event, status, write)
                 case PromptTokens() | Resumable():
@@ -68,6 +69,12 @@ def _cut(request: Request, answer: Answer, *, may_outline: bool) -> list[str]:
     limit = "`max_tokens`" if is_own else "the context, or what the mesh allows"
     broken = "; its JSON is incomplete" if request.schema else ""
     return [f"the answer was cut after {counted(count, 'token')} by {limit}{broken}"]
+
+
+def _progress(event: Waiting | Prefilled) -> str:
+    if isinstance(event, Waiting):
+        return f"waiting: {render.one_line(event.reason)}"
+    return f"prefill, {event.done} of {event.total} tokens"
 
 
 def _show(piece: Piece, status: render.Status, write: Callable[[str], None]) -> None:

@@ -33,6 +33,10 @@ class ModelUse:
             return ()
         return tuple(sorted(self._asked.keys() & {each.key for each in charter.served}))
 
+    def is_used(self, model: ModelKey) -> bool:
+        """Return whether a model is in use, also if the mesh serves only one."""
+        return model in self._asked
+
     @contextmanager
     def using(self, model: str) -> Iterator[None]:
         """Count a model as used inside the context, and for a while afterwards."""

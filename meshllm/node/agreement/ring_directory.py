@@ -3,23 +3,25 @@
 This node is in some of the rings; of the others it knows what their nodes publish.
 """
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import aclosing, asynccontextmanager
 
 from meshllm.errors import LinkLost
-from meshllm.names import GroupId, LossCause, NodeId, RingEntry, short, show
+from meshllm.names import GroupId, LossCause, ModelKey, NodeId, RingEntry, short, show
 from meshllm.node.agreement.explanation import explain_loss
-from meshllm.node.agreement.load_watch import is_formed
+from meshllm.node.agreement.load_times import LoadTimes
+from meshllm.node.agreement.load_watch import has_loaded, is_formed
 from meshllm.node.agreement.own_state import OwnState
 from meshllm.node.agreement.ring_member import RingMember
 from meshllm.node.net.mesh_link import MeshLinks
 from meshllm.node.node_names import find_node, name_of, names_of
 from meshllm.protocol.agreement.candidates import decoded, highest_epoch
 from meshllm.protocol.agreement.groups import find_group, groups_in, groups_of, is_exact
+from meshllm.protocol.agreement.load_estimate import retry_s
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.mesh import Mesh
 from meshllm.protocol.membership.records import MAX_CONTEXT, Lifecycle, ModelOffer
-from meshllm.protocol.planning.plan import Ends, Plan
+from meshllm.protocol.planning.plan import Ends, Plan, PlanStage
 from meshllm.protocol.ring.interruption import RingPlan
 from meshllm.request import Backend
 
@@ -31,6 +33,7 @@ class RingDirectory:
         self._machine = machine
         self._links = links
         self._own = own
+        self._loads = LoadTimes()
 
     @property
     def loads_until(self) -> float:
@@ -81,7 +84,35 @@ class RingDirectory:
                 news = self._own.news
                 if entries := self.serving_entries(model):
                     return entries
+                if wanted := self._wanted(model):
+                    is_unloaded = self._followed(wanted) is None
+                    self._loads.ask(wanted.key, is_unloaded=is_unloaded)
                 await news.wait()
+
+    async def watch_loads(self) -> None:
+        """Measure how long models take to load that are asked for here, until cancelled."""
+        async with aclosing(self._own.changes()) as changes:
+            async for _ in changes:
+                for model in self._loads.awaited:
+                    self._watch_load(model)
+
+    def _watch_load(self, model: ModelKey) -> None:
+        wanted = self._wanted(model.hex())
+        if wanted is None or not self._own.use.is_used(model):
+            self._loads.forget(model)
+        elif self.serving_entries(model.hex()):
+            plan = self._followed(wanted)
+            self._loads.served(model, _span_bytes(wanted, plan.stages if plan else ()))
+
+    def retry_s(self, model: str, waited_s: float) -> int:
+        """Return after how many seconds a request may be repeated which waited for a ring."""
+        wanted = self._wanted(model)
+        if wanted is None:
+            return retry_s(waited_s)
+        plan = self._followed(wanted)
+        stages = plan.stages if plan else ()
+        loading = [at for at in stages if plan and not has_loaded(self._machine, plan, at.node)]
+        return self._loads.retry_s(wanted.key, _span_bytes(wanted, loading))
 
     def serving_entries(self, model: str = "") -> Sequence[RingEntry]:
         """Return the entries of the rings that serve a model now, as far as known here."""
@@ -125,8 +156,16 @@ class RingDirectory:
         if wanted is None:
             return self._own.first.reason
         if (at := self._serving(wanted)) is None:
-            return f"the ring of `{wanted.shape.name}` does not serve: {self._awaits(wanted)}"
+            return self._awaits(wanted)
         return at.reason
+
+    def awaited(self, model: str = "") -> str:
+        """Return why requests for a model wait; empty if they do not wait for a ring."""
+        if self.is_provided(model) or self.serving_entries(model):
+            return ""
+        wanted = self._wanted(model)
+        of_model = f" of `{wanted.shape.name}`" if wanted else ""
+        return f"there is no ring{of_model} yet: {self.reason(model)}"
 
     def ring_at(self, entry: RingEntry, model: str = "") -> RingPlan | None:
         """Return the ring of a model with this entry, as far as it is known here."""
@@ -251,7 +290,28 @@ class RingDirectory:
         names = names_of(loading, machine.profiles)
         return f"its nodes load it: {names}" if loading else "no node is free for it"
 
+    def _followed(self, wanted: Charter) -> Plan | None:
+        """Return the latest plan that nodes follow to serve a model, loaded or not."""
+        machine, groups = self._machine, set(self._groups_of(wanted))
+        followed = {
+            each.followed
+            for node, state in machine.states.items()
+            if node in machine.alive
+            for each in state.memberships
+            if each.group in groups
+        }
+        asked = wanted.shape.name, wanted.shape.layers
+        plans = (plan for plan in map(decoded, followed) if plan)
+        own = (plan for plan in plans if (plan.model, plan.layers) == asked)
+        return max(own, key=lambda plan: plan.precedence, default=None)
+
     def _groups_of(self, wanted: Charter) -> list[GroupId]:
         charter = self._machine.charter
         groups = groups_of(charter) if charter else ()
         return [group.id for group in groups if group.charter.key == wanted.key]
+
+
+def _span_bytes(wanted: Charter, stages: Iterable[PlanStage]) -> int:
+    """Return the bytes of the largest span of these; 0 if there are none."""
+    sizes = wanted.shape.layer_bytes
+    return max((sum(sizes[each.span.start : each.span.stop]) for each in stages), default=0)

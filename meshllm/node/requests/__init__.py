@@ -1,3 +1,11 @@
 """Requests: answered on this node, or forwarded to the entry."""
 
-__all__ = ["counts", "held_bytes", "model_list", "peer_requests", "request_json", "router"]
+__all__ = [
+    "counts",
+    "held_bytes",
+    "model_list",
+    "peer_requests",
+    "request_json",
+    "router",
+    "waits",
+]

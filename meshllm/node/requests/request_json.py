@@ -2,6 +2,7 @@
 
 ::
 
+    {"waiting": {"reason": ...}}                              to the owner: why there is no ring
     {"prefilled": [128, 512]}                                 progress
     {"prompt": {"start": 0, "tokens": [1, 2, ...]}}           ids of the prompt, if requested
     {"resumable": {...}}                                      how to go on if the ring is lost
@@ -36,6 +37,7 @@ from meshllm.errors import (
     ModelError,
     ModelMissing,
     NotAuthorised,
+    NotServed,
     PeerFault,
     PluginError,
     QuotaUsed,
@@ -56,6 +58,7 @@ from meshllm.request import (
     Resumable,
     TokenLogprobs,
     ToolCallDelta,
+    Waiting,
     Written,
 )
 from meshllm.strict_json import WrongField, build, lay_out, parse
@@ -112,6 +115,7 @@ class _Failure:
 class _Line:
     """A line of an answer: exactly one field is set."""
 
+    waiting: Waiting | None = None
     prompt: PromptTokens | None = None
     prefilled: tuple[int, ...] | None = None
     resumable: Resumable | None = None
@@ -164,6 +168,8 @@ def request_from_json(data: bytes) -> Request:
 def event_to_json(event: Event) -> bytes:
     """Encode an event as one line, without newline."""
     match event:
+        case Waiting():
+            return _write({"waiting": lay_out(event)})
         case PromptTokens():
             return _write({"prompt": lay_out(event)})
         case Prefilled(done, total):
@@ -296,7 +302,8 @@ def _read_line(data: bytes) -> _Line:
 
 
 def _event_of(line: _Line) -> Event | None:
-    whole = line.prompt, line.resumable, line.interruption, line.answer
+    waiting = line.waiting and Waiting(line.waiting.reason[:MESSAGE_CHARS])
+    whole = waiting, line.prompt, line.resumable, line.interruption, line.answer
     found: list[Event] = [each for each in whole if each is not None]
     if line.prompt:
         _check_tokens(line.prompt.tokens)
@@ -366,7 +373,9 @@ def error_to_fields(error: MeshError) -> dict[str, Any]:
     )
     fields: dict[str, Any] = lay_out(failure)
     del fields["retry_s"]
-    return fields | ({"retry_s": error.retry_s} if isinstance(error, QuotaUsed) else {})
+    if isinstance(error, QuotaUsed | NotServed):
+        fields["retry_s"] = error.retry_s
+    return fields
 
 
 def error_from_fields(fields: object) -> MeshError:
@@ -384,9 +393,11 @@ def _error_of(failure: _Failure) -> MeshError:
     message = failure.message[:MESSAGE_CHARS]
     if kind is UserError and failure.param is not None:
         return WrongField(failure.param[:MESSAGE_CHARS], message, hint=hint)
+    retry_s = min(max(0, failure.retry_s or 0), MAX_RETRY_S)
     if kind is QuotaUsed:
-        retry_s = min(max(0, failure.retry_s or 0), MAX_RETRY_S)
         return QuotaUsed(message, hint=hint, retry_s=retry_s)
+    if kind is TimedOut and failure.retry_s is not None:
+        return NotServed(message, hint=hint, retry_s=retry_s)
     return kind(message, hint=hint)
 
 

@@ -45,7 +45,7 @@ from meshllm.errors import (
     LinkLost,
     MeshError,
     ModelMissing,
-    TimedOut,
+    NotServed,
     UserError,
 )
 from meshllm.names import (
@@ -102,6 +102,10 @@ class Ring(Protocol):
 
     def reason(self, model: str = "") -> str:
         """Return why there is none."""
+        ...
+
+    def retry_s(self, model: str, waited_s: float) -> int:
+        """Return after how many seconds a request may be repeated which waited for a ring."""
         ...
 
     @property
@@ -502,9 +506,12 @@ class RequestRouter:
                     return await self._ring.entries(request.model, request.trusted)
             except TimeoutError:
                 until = min(since + wait_s, self._ring.loads_until + RING_S)
-        raise TimedOut(
-            f"There is no ring: {self._ring.reason(request.model)}",
-            hint="see `meshllm ring status`",
+        of_model = f" of `{request.model[:100]}`" if request.model else ""
+        after_s = self._ring.retry_s(request.model, loop_time() - since)
+        raise NotServed(
+            f"There is no ring{of_model}: {self._ring.reason(request.model)}",
+            hint=f"retry in {after_s} s; see `meshllm ring status`",
+            retry_s=after_s,
         )
 
     def _noted(self, event: Event, pause: _Pause, given: int) -> Iterator[Event]:

@@ -33,6 +33,7 @@ from meshllm.request import (
     PromptTokens,
     Request,
     Resumable,
+    Waiting,
     Written,
 )
 
@@ -111,7 +112,7 @@ class Failover:
             case Resumable():
                 self._resume = event
                 return event
-            case PromptTokens() | Interruption():
+            case Waiting() | PromptTokens() | Interruption():
                 return event
             case Piece():
                 return self._piece(event)

@@ -1,11 +1,15 @@
 """What replies share: their ends, usage and reasons."""
 
+import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 
 import httpx2
 import pytest
 
-from meshllm.request import FinishReason
+from meshllm.api.generation.reply import MAX_COMMENT_CHARS, comment
+from meshllm.api.respond import KEEP_ALIVE_S
+from meshllm.request import FinishReason, Prefilled, Waiting
 from tests.builders.bodies import BODY, PATH, STREAM, chunks_of
 from tests.builders.fake_node import FakeNode
 from tests.builders.fake_ring import answer_of
@@ -63,3 +67,59 @@ async def test_a_stream_of_several_choices_ends_once(client: httpx2.AsyncClient)
         ]
         assert own[-1]["finish_reason"] == "stop"
     assert (usage["choices"], usage["usage"]["completion_tokens"], done) == ([], 10, "[DONE]")
+
+
+ASKED = {"model": "builtin", "stream": True}
+HI = {**ASKED, "messages": [{"role": "user", "content": "hi"}]}
+TOLD = ": waiting: its nodes load it: desk data: {}"
+DIALECTS = {
+    PATH: (HI, ": patience"),
+    "/v1/completions": ({**ASKED, "prompt": "hi"}, ": patience"),
+    "/v1/responses": ({**ASKED, "input": "hi"}, ": patience"),
+    "/v1/messages": ({**HI, "max_tokens": 9}, 'event: ping\ndata: {"type": "ping"}'),
+}
+
+
+async def first_part(
+    client: httpx2.AsyncClient, door: FakeNode, advance: Callable[[float], None], path: str
+) -> str:
+    """Return the first part of a stream in which nothing comes for a while."""
+    asking = asyncio.ensure_future(client.post(path, json=DIALECTS[path][0]))
+    await door.begun.wait()
+    advance(KEEP_ALIVE_S)
+    asyncio.get_running_loop().call_later(0, door.go.set)
+    return (await asking).text.split("\n\n")[0]
+
+
+@pytest.mark.parametrize("path", DIALECTS)
+async def test_a_comment_says_what_a_stream_waits_for(
+    client: httpx2.AsyncClient, door: FakeNode, advance: Callable[[float], None], path: str
+) -> None:
+    door.progress, door.waits_at = Waiting("its nodes load it: desk\ndata: {}"), 1
+
+    assert await first_part(client, door, advance, path) == TOLD
+
+
+@pytest.mark.parametrize("path", DIALECTS)
+async def test_what_was_awaited_is_not_told_any_more_once_it_is_there(
+    client: httpx2.AsyncClient, door: FakeNode, advance: Callable[[float], None], path: str
+) -> None:
+    door.progress, door.said = Waiting("desk loads it"), (Prefilled(1, 2), answer_of("a", 1))
+    door.waits_at = 2
+
+    assert await first_part(client, door, advance, path) == DIALECTS[path][1]
+
+
+async def test_a_reply_that_is_not_streamed_says_nothing_of_its_wait(
+    client: httpx2.AsyncClient, door: FakeNode
+) -> None:
+    door.progress = Waiting("desk loads it")
+
+    said = await client.post(PATH, json=BODY)
+
+    assert said.json()["choices"][0]["message"]["content"] == "hello"
+
+
+def test_a_comment_is_one_line_of_bounded_length() -> None:
+    assert comment("a\r\nb\x1b\ud800") == b": a\\x0d b\\x1b\\ud800\n\n"
+    assert len(comment("x" * 10_000)) == MAX_COMMENT_CHARS + 4

@@ -7,7 +7,7 @@ import pytest
 from meshllm.cli.shared.answer import stream
 from meshllm.cli.terminal import render
 from meshllm.names import LossCause
-from meshllm.request import Event, FinishReason, Interruption, Piece, Request
+from meshllm.request import Event, FinishReason, Interruption, Piece, Request, Waiting
 from tests.builders.fake_ring import answer_of
 
 
@@ -99,3 +99,15 @@ async def test_an_answer_that_ends_by_itself_has_no_note() -> None:
     await stream(Canned([answer_of("{ 1", 3)]), Request(raw="x", max_tokens=3), status, print)
 
     assert status.notes == []
+
+
+async def test_a_terminal_shows_what_a_request_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    stderr, written = io.StringIO(), list[str]()
+    monkeypatch.setattr(stderr, "isatty", lambda: True)
+    events: list[Event] = [Waiting("desk loads it\n\x1b[2J"), Piece("a", (1,)), answer_of("a", 1)]
+
+    await stream(Canned(events), Request(raw="x"), render.Status(stderr), written.append)
+
+    assert "waiting: desk loads it\\n\\x1b[2J" in stderr.getvalue()
+    assert written == ["a"]

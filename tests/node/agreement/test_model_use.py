@@ -76,5 +76,6 @@ def test_a_mesh_of_one_model_does_not_tell() -> None:
             used.ask("")
             told.append(used.use.used)
         assert told == [(FIRST,), (), ()]
+        assert [used.use.is_used(each) for each in (FIRST, OTHER)] == [True, False]
 
     run(story)

@@ -197,9 +197,7 @@ def test_an_entry_refuses_requests_for_a_model_that_its_ring_does_not_serve() ->
         with pytest.raises(LinkLost, match="does not serve `other` now"):
             async with place.directory.backend(STAGE, "other"):
                 pass
-        assert place.directory.reason("other") == (
-            "the ring of `other` does not serve: no node is free for it"
-        )
+        assert place.directory.reason("other") == "no node is free for it"
         *_, third = (group.id for group in groups_of(whole) if not group.replica)
         place.states[STAGE] = StateRecord(group=third)
         assert "its nodes load it" in place.directory.reason("other")
@@ -422,5 +420,84 @@ def test_a_request_names_which_ring_of_a_model_an_entry_of_two_answers_in() -> N
         with pytest.raises(LinkLost, match="`other` has no ring `first` now"):
             async with place.directory.backend(STAGE, "other", FIRST_GROUP):
                 pass
+
+    run(story)
+
+
+def test_the_time_of_a_load_on_request_tells_that_of_the_next_one() -> None:
+    whole, *_ = several()
+    *_, third = (group.id for group in groups_of(whole) if not group.replica)
+    plan = replace(ALONE, epoch=7, model="other", stages=(PlanStage(STAGE, Span(0, 4)),))
+    first, second = PlanStage(STAGE, Span(0, 2)), PlanStage(ENTRY, Span(2, 4))
+    halves = replace(plan, epoch=8, stages=(first, second))
+
+    async def story() -> None:
+        place = Place()
+        directory, place.machine.charter = place.directory, whole
+        watching = asyncio.ensure_future(directory.watch_loads())
+        await want(place, "other")
+        await asyncio.sleep(29)
+        assert directory.retry_s("other", 30) == 30  # nothing is known: as long again
+        place.states[STAGE] = replace(loaded(plan), group=third, is_loaded=False)
+        await want(place, "other")
+        await asyncio.sleep(29)
+        place.links.by_peer[STAGE] = None
+        place.states[STAGE] = replace(loaded(plan), group=third)
+        place.own.publish()
+        await asyncio.sleep(1)
+        del place.states[STAGE]
+        await want(place, "other")
+        await asyncio.sleep(9)
+        assert directory.retry_s("other", 10) == 10  # there is no plan yet
+        place.states[STAGE] = replace(loaded(plan), group=third, is_loaded=False)
+        assert directory.retry_s("other", 10) == 50
+        for node in (STAGE, ENTRY):
+            place.states[node] = replace(loaded(halves), group=third, is_loaded=node == ENTRY)
+        assert directory.retry_s("other", 10) == 20
+        assert directory.retry_s("tiny", 10) == 1  # nobody waits for it
+        place.machine.charter = None
+        assert directory.retry_s("", 10) == 10
+        place.own.publish()
+        await asyncio.sleep(1)
+        assert directory._loads.awaited == ()
+        watching.cancel()
+
+    run(story)
+
+
+def test_a_wait_that_was_given_up_is_not_the_beginning_of_a_later_one() -> None:
+    whole, *_ = several()
+
+    async def story() -> None:
+        place = Place()
+        place.machine.charter = whole
+        watching = asyncio.ensure_future(place.directory.watch_loads())
+        await want(place, "other")
+        await asyncio.sleep(200)
+        await want(place, "other")
+        await asyncio.sleep(9)
+        assert place.directory.retry_s("other", 10) == 10
+        watching.cancel()
+
+    run(story)
+
+
+def test_a_request_waits_for_a_ring_only_while_none_serves() -> None:
+    whole, *_ = several()
+
+    async def story() -> None:
+        place = Place()
+        place.machine.charter = whole
+        place.serve()
+        assert place.directory.awaited("other") == (
+            "there is no ring of `other` yet: no node is free for it"
+        )
+        assert "nodes have loaded their layers" in place.directory.awaited("tiny")
+        assert place.directory.awaited("of an engine") == ""
+        place.work()
+        assert place.directory.awaited("tiny") == ""
+        place.machine.charter = None
+        place.serve(None)
+        assert place.directory.awaited() == "there is no ring yet: nobody"
 
     run(story)

@@ -17,6 +17,7 @@ from meshllm.errors import (
     ModelError,
     ModelMissing,
     NotAuthorised,
+    NotServed,
     PeerFault,
     PluginError,
     QuotaUsed,
@@ -62,12 +63,14 @@ from meshllm.request import (
     ToolCallDelta,
     Tools,
     Turn,
+    Waiting,
 )
 from meshllm.strict_json import MAX_ITEMS, WrongField
 from tests.builders.fake_ring import answer_of
 
 _TOLD = TokenLogprobs(Logprob(5, "a", (97,), -0.5), (Logprob(6, "\ufffd", (240,), -1.5),))
 EVENTS: list[Event] = [
+    Waiting("desk loads it"),
     PromptTokens(16, (1, 2)), Prefilled(1, 2), Resumable("a1", (4, 9), (9,), cached=2),
     Interruption(LossCause.NODE_LOST, "attic is gone", 0.6),
     Piece("a\u2028\nb"), Piece("a", (5,), (_TOLD,)), answer_of("hello", 2),
@@ -386,6 +389,26 @@ def test_an_error_says_when_tokens_are_free_within_a_day(sent: int | None, read:
 
     assert isinstance(error, QuotaUsed)
     assert error.retry_s == read
+
+
+@pytest.mark.parametrize(("sent", "read"), [(7, 7), (-1, 0), (10**9, request_json.MAX_RETRY_S)])
+def test_an_error_says_when_a_ring_may_serve(sent: int, read: int) -> None:
+    error = error_from_fields(error_to_fields(NotServed("what", retry_s=sent)))
+
+    assert isinstance(error, NotServed)
+    assert error.retry_s == read
+
+
+def test_a_reason_to_wait_is_bounded() -> None:
+    event = event_from_json(event_to_json(Waiting("x" * 2 * request_json.MESSAGE_CHARS)))
+
+    assert event == Waiting("x" * request_json.MESSAGE_CHARS)
+
+
+def test_a_timeout_of_an_earlier_version_does_not_say_when() -> None:
+    error = error_from_fields(error_to_fields(TimedOut("what")))
+
+    assert type(error) is TimedOut
 
 
 def test_an_error_of_a_newer_version_keeps_its_message() -> None:

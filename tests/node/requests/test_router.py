@@ -15,6 +15,7 @@ from meshllm.errors import (
     LinkLost,
     MeshError,
     ModelMissing,
+    NotServed,
     PeerFault,
     TimedOut,
     UserError,
@@ -392,9 +393,34 @@ def test_waiting_for_a_ring_times_out(world: World) -> None:
 
     async def story() -> None:
         began = asyncio.get_running_loop().time()
-        with pytest.raises(TimedOut, match="There is no ring: they sleep"):
+        with pytest.raises(NotServed, match="There is no ring: they sleep") as raised:
             await all_of(router)
         assert asyncio.get_running_loop().time() - began == RING_S
+        assert raised.value.retry_s == 2 * RING_S
+        assert raised.value.hint == "retry in 60 s; see `meshllm ring status`"
+
+    world.run(story)
+
+
+def test_the_error_names_the_model_that_was_waited_for(world: World) -> None:
+    router = world.add(ME, FakeRing(at=None, groups={"big": (FIRST_GROUP,)}))
+
+    async def story() -> None:
+        with pytest.raises(NotServed, match="There is no ring of `big`: they sleep"):
+            await all_of(router, replace(REQUEST, model="big"))
+
+    world.run(story)
+
+
+def test_a_client_of_an_ingress_is_told_when_to_retry(world: World) -> None:
+    client = world.add(OTHER, FakeRing(at=ME), is_client=True)
+    world.clients.add(OTHER)
+    world.add(ME, FakeRing(at=None))
+
+    async def story() -> None:
+        with pytest.raises(NotServed) as raised:
+            await all_of(client)
+        assert raised.value.retry_s == 2 * RING_S
 
     world.run(story)
 

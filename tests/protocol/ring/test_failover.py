@@ -21,6 +21,7 @@ from meshllm.request import (
     Request,
     Resumable,
     TokenLogprobs,
+    Waiting,
 )
 from tests.builders.fake_ring import answer_of
 
@@ -87,6 +88,10 @@ def test_the_end_of_a_text_whose_tokens_were_given_is_shown_once() -> None:
     failover.failed(GONE)
 
     assert failover.take(Piece(TAIL)) is None
+
+
+def test_what_a_request_waits_for_is_told() -> None:
+    assert Failover(REQUEST).take(Waiting("desk loads it")) == Waiting("desk loads it")
 
 
 def test_a_late_loss_is_the_last() -> None:

@@ -1,0 +1,31 @@
+"""Events of an answer, and before them what its request waits for."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+
+from meshllm.request import Event, Waiting
+
+WAITING_S = 2.0  # s between two events of a request that waits
+
+
+async def telling_waits(
+    answer: AsyncGenerator[Event, None], awaited: Callable[[], str]
+) -> AsyncGenerator[Event, None]:
+    """Yield the events of an answer, and until the first one from time to time what is awaited.
+
+    ``awaited`` returns what that is, for people; nothing is said of an empty text.
+    """
+    async with aclosing(answer) as events:
+        first = asyncio.ensure_future(anext(events, None))
+        try:
+            while not (await asyncio.wait({first}, timeout=WAITING_S))[0]:
+                if reason := awaited():
+                    yield Waiting(reason)
+        finally:
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+        if event := first.result():
+            yield event
+        async for event in events:
+            yield event

@@ -1,0 +1,32 @@
+"""When a client is told to ask again for a model that loads."""
+
+import pytest
+
+from meshllm.protocol.agreement.load_estimate import LEAST_S, MOST_S, PastLoad, retry_s
+
+MINUTE = PastLoad(10_000, 60.0)
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "span_bytes", "last", "told_s"),
+    [
+        (30.0, 10_000, MINUTE, 30),
+        (30.0, 20_000, MINUTE, 90),
+        (30.2, 10_000, MINUTE, 30),
+        (30.0, 10_000, None, 30),
+        (90.0, 10_000, MINUTE, 90),
+        (30.0, 0, MINUTE, 30),
+        (0.0, 0, None, LEAST_S),
+        (59.9, 10_000, MINUTE, LEAST_S),
+        (30.0, 1 << 50, MINUTE, MOST_S),
+        (1e9, 0, None, MOST_S),
+    ],
+    ids=[
+        "as the last one", "twice as large", "rounded up", "no load is known", "it takes longer",
+        "no plan is known", "at once", "soon", "huge", "in vain",
+    ],
+)  # fmt: skip
+def test_a_load_takes_as_long_as_the_last_one_else_the_wait_doubles(
+    waited_s: float, span_bytes: int, last: PastLoad | None, told_s: int
+) -> None:
+    assert retry_s(waited_s, span_bytes, last) == told_s
