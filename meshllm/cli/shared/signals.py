@@ -9,6 +9,7 @@ send one.
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,9 +74,10 @@ def unwinding_on_signals() -> Iterator[None]:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a closed terminal may send several
         # Raised here, it may end a callback or a child task: `asyncio.run` cancels its main task.
         interrupt = signal.getsignal(signal.SIGINT)
-        if not callable(interrupt):  # a shell's background job ignores Ctrl-C
-            raise SystemExit(code)
-        interrupt(signal.SIGINT, frame)
+        if callable(interrupt):
+            interrupt(signal.SIGINT, frame)
+        else:  # a shell's background job ignores Ctrl-C, and then `asyncio.run` does, too
+            _exit(code)
 
     for each, handler in before.items():
         if handler is not signal.SIG_IGN:
@@ -87,6 +89,15 @@ def unwinding_on_signals() -> Iterator[None]:
             signal.signal(each, handler)
         if code is not None:  # whatever else was raised on the way out, or nothing
             raise SystemExit(code)
+
+
+def _exit(code: int) -> None:
+    """Exit between two callbacks of the event loop, whose tasks are then cancelled; else here."""
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        raise SystemExit(code) from None
+    loop.call_soon_threadsafe(sys.exit, code)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 
 import pytest
@@ -156,7 +156,16 @@ def test_a_closed_terminal_unwinds_once() -> None:
     assert signal.getsignal(signal.SIGHUP) is before
 
 
-def test_a_signal_during_a_child_task_cancels_the_main_task() -> None:
+@pytest.fixture(
+    params=[signal.default_int_handler, signal.SIG_IGN], ids=["foreground", "background"]
+)
+def interrupt(request: pytest.FixtureRequest) -> Iterator[object]:
+    before = signal.signal(signal.SIGINT, request.param)
+    yield request.param
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_signal_during_a_child_task_cancels_the_main_task(interrupt: object) -> None:
     steps = list[str]()
 
     async def child() -> None:
@@ -174,6 +183,7 @@ def test_a_signal_during_a_child_task_cancels_the_main_task() -> None:
     with pytest.raises(SystemExit, match="143"), unwinding_on_signals():
         asyncio.run(measure())
     assert steps == ["not interrupted", "unwound"]
+    assert signal.getsignal(signal.SIGINT) is interrupt
 
 
 def test_a_signal_that_is_taken_inside_ends_the_command_afterwards() -> None:
