@@ -18,7 +18,7 @@ from torch import Tensor
 
 from meshllm.bench.engines import Engine, EngineTask, Forward, line_up
 from meshllm.bench.ring_table import random_model
-from meshllm.model.device import CPU, to_host
+from meshllm.model.device import CPU, default_threads, to_host
 from meshllm.model.pages import huge_zeros
 from meshllm.names import Quant
 
@@ -41,7 +41,7 @@ class EngineBenchmark:
     rounds: int
     """Rounds of the longest steps; up to four times as many for short ones."""
     threads: int | None
-    """None is torch's default."""
+    """None is as many as `default_threads`."""
     device: str = "cpu"
     """Device of all contestants: ``cpu`` or ``cuda:N``."""
 
@@ -188,7 +188,7 @@ def _median_ratio(above: Sequence[float], below: Sequence[float]) -> float:
 def _computing(threads: int | None) -> Iterator[None]:
     """Set the number of threads of torch, in inference mode."""
     before = torch.get_num_threads()
-    torch.set_num_threads(threads or before)
+    torch.set_num_threads(threads or default_threads())
     try:
         with torch.inference_mode():
             yield

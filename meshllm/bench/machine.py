@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import meshllm
-from meshllm.model.device import CPU, name_of
+from meshllm.model.device import CPU, default_threads, name_of
 from meshllm.model.kernels import jit
 
 FEATURES = "amx-bf16", "avx512bf16", "avx512vnni", "avx512f", "avx2", "bf16", "neon"
@@ -22,11 +22,11 @@ About = dict[str, str | int | None]
 
 
 def machine(threads: int | None = None, device: str = "cpu") -> About:
-    """Describe this machine; ``threads`` is the number torch used, None its default."""
+    """Describe this machine; ``threads`` is the number torch used, None the default."""
     return {
         "processor": processor(),
         "cores": os.cpu_count(),
-        "threads": threads or torch.get_num_threads(),
+        "threads": threads or default_threads(),
         "device": name_of(torch.device(device)),
         "python": platform.python_version(),
         "commit": commit(),

@@ -29,6 +29,7 @@ from transformers import (
 
 from meshllm.bench.fleet import Fleet, open_fleet
 from meshllm.errors import UserError
+from meshllm.model.device import default_threads
 from meshllm.model.files.source import Source, load_stock, resolve
 from meshllm.model.locate import BUILTIN
 from meshllm.model.split.onemkl import warm_up_onemkl
@@ -244,7 +245,7 @@ async def _ring(
 async def _measure(
     case: RingBenchmark, source: Source, report: Callable[[str], None]
 ) -> dict[Contestant, list[Run]]:
-    threads = case.threads or torch.get_num_threads()  # the same for all
+    threads = case.threads or default_threads()  # the same for all
     async with AsyncExitStack() as stack:
         worker = await stack.enter_async_context(compute_thread(threads))
         model = load_stock(source, case.dtype)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from meshllm.config import c_compiler
 from meshllm.errors import ModelError, UserError
+from meshllm.model.hardware import usable_cores
 from meshllm.names import Quant
 
 CPU = torch.device("cpu")
@@ -62,6 +63,11 @@ def refused_gpu(wanted: str, dtype: torch.dtype, quant: Quant = Quant.NONE) -> s
     if wanted != "auto" or _is_cpu(wanted):
         return ""
     return str(_refuse(_gpu("cuda"), dtype, quant) or "")
+
+
+def default_threads() -> int:
+    """Return how many threads of torch to use at most: its own number, within the usable cores."""
+    return min(torch.get_num_threads(), usable_cores())
 
 
 def name_of(device: torch.device) -> str:

@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from meshllm.config import library_environment
+from meshllm.model.cgroups import cpu_quota
 
 DEVICES = Path("/dev")
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -77,9 +78,18 @@ def may_have_gpu() -> bool:
     return is_there and not version("torch").endswith(_CPU_ONLY)
 
 
-def usable_cores() -> int:
-    """Count the cores that this process may use, which a cpuset or `taskset` may limit."""
+def allowed_cores() -> int:
+    """Count the cores on which this process may run, which a cpuset or `taskset` may limit."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def usable_cores() -> int:
+    """Count the cores that this process may keep busy: a container or job may have a CPU quota.
+
+    With more threads all of them would be stopped together, in the middle of a step, until the next
+    period of the quota.
+    """
+    return max(1, int(min(allowed_cores(), cpu_quota())))
 
 
 @cache

@@ -1,7 +1,6 @@
 """Speed of this machine with a model, and its memory budget."""
 
 import copy
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -17,6 +16,7 @@ import transformers
 from torch import Tensor, nn
 
 import meshllm
+from meshllm.model.cgroups import MOUNT, VERSION_2, own_cgroups
 from meshllm.model.device import CPU, free_bytes, name_of, wait
 from meshllm.model.files.manifest import config_digest
 from meshllm.model.files.source import Source, stored_dtype
@@ -49,17 +49,14 @@ MAX_AGE_S = 24 * 3600.0
 BUSY_AGE_S = 600.0  # the same, if other programs had much of the time
 BUSY_SHARE = 0.8  # of the time that this thread ran, and less: others had much of it
 SHARE = 0.8  # of free memory; the rest is for other processes
-CGROUP = Path("/sys/fs/cgroup")
-_OWN_CGROUPS = Path("/proc/self/cgroup")
 _CGROUP_FILES = {
-    "": (".", "memory.max", "memory.current", "memory.stat", "inactive_file"),
+    VERSION_2: ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     "memory": (
-        "memory",
         *(f"memory.{name}" for name in ("limit_in_bytes", "usage_in_bytes", "stat")),
         "total_inactive_file",
     ),
 }
-"""By controller, which is empty for version 2: the folder of its mount, and files in a cgroup."""
+"""By controller: files in a cgroup."""
 
 _STEP_BYTES = 192 << 20  # of the layers of timed steps, before they are quantised: so many that
 # fixed overhead counts little
@@ -122,7 +119,7 @@ def memory_budget(
     limit: int | None = None,
     *,
     share: float = SHARE,
-    cgroup: Path = CGROUP,
+    cgroup: Path = MOUNT,
     device: torch.device = CPU,
     own: int = 0,
 ) -> int:
@@ -409,28 +406,13 @@ def _tiled(count: int, tile: Tensor) -> Tensor:
 
 
 def _cgroup_free(mount: Path) -> float:
-    """Return the free bytes of our cgroup, counting inactive page cache as free.
-
-    The limits of those that ours is in, such as of a batch job, bind too.
-    """
-    free, own = inf, _own_cgroups()
-    for controller, (root, limit, used, stat, inactive) in _CGROUP_FILES.items():
-        path = own.get(controller, Path())
-        for folder in (mount / root / each for each in (path, *path.parents)):
+    """Return the free bytes of our cgroup, counting inactive page cache as free."""
+    free = inf
+    for controller, (limit, used, stat, inactive) in _CGROUP_FILES.items():
+        for folder in own_cgroups(controller, mount):
             with suppress(OSError, ValueError, LookupError):  # no limit, or not readable
                 lines = (folder / stat).read_text().splitlines()
                 spare = int(dict(line.split() for line in lines)[inactive])
                 most, held = (int((folder / name).read_text()) for name in (limit, used))
                 free = min(free, most - held + spare)
     return free
-
-
-def _own_cgroups() -> dict[str, Path]:
-    """Return our cgroup below the mount, by controller; one outside the mount is the mount."""
-    found = dict[str, Path]()
-    with suppress(OSError, ValueError):  # another system
-        for line in os.fsdecode(_OWN_CGROUPS.read_bytes()).splitlines():
-            _, controllers, path = line.split(":", 2)
-            inner = Path() if ".." in Path(path).parts else Path(path.lstrip("/"))
-            found |= dict.fromkeys(controllers.split(","), inner)
-    return found

@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -6,7 +7,7 @@ from torch import Tensor
 
 from meshllm.bench import engine_table
 from meshllm.bench.engine_table import EngineBenchmark, Rounds, measure, summarise, take_turns
-from meshllm.bench.engines import Engine, EngineTask, Forward
+from meshllm.bench.engines import Engine, EngineTask, Forward, line_up
 from meshllm.names import Quant
 
 PREFILL, DECODE = EngineTask("prefill", 8), EngineTask("decode", 2)
@@ -32,6 +33,25 @@ def test_every_contestant_runs_every_task_it_takes(monkeypatch: pytest.MonkeyPat
     size = {row.name: row.megabytes for row in table.rows}
     assert size["transformers"] == size["none"] == size["stock"] == size["two shards, exact"]
     assert size["int8"] < 0.7 * size["none"]
+
+
+def test_contestants_use_no_more_threads_than_cores_can_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_table, "TASKS", (EngineTask("decode", 1),))
+    monkeypatch.setattr(engine_table, "PROBE_BYTES", 8)
+    monkeypatch.setattr(engine_table, "default_threads", lambda: 3)
+    used = list[int]()
+
+    def noted(*args: Any) -> list[Engine]:
+        used.append(torch.get_num_threads())
+        return line_up(*args)
+
+    monkeypatch.setattr(engine_table, "line_up", noted)
+
+    measure(EngineBenchmark("tiny", (), rounds=1, threads=None), lambda _: None)
+
+    assert used == [3]
 
 
 def test_different_logits_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:

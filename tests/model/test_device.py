@@ -16,6 +16,7 @@ from meshllm.model.device import (
     all_to_device,
     all_to_host,
     choose,
+    default_threads,
     is_out_of_memory,
     name_of,
     refused_gpu,
@@ -69,6 +70,16 @@ def caches_of(runners: Sequence[Runner]) -> list[SpanCache | None]:
 
 
 # Choosing a device
+
+
+@pytest.mark.parametrize(("of_torch", "usable", "threads"), [(8, 2, 2), (4, 64, 4)])
+def test_no_more_threads_are_used_than_cores_can_be(
+    monkeypatch: pytest.MonkeyPatch, of_torch: int, usable: int, threads: int
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: of_torch)
+    monkeypatch.setattr(module, "usable_cores", lambda: usable)
+
+    assert default_threads() == threads
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,12 @@
 import mmap
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from meshllm.model import hardware
+from meshllm.model import cgroups, hardware
 
 
 @pytest.fixture
@@ -97,3 +98,21 @@ def test_no_cache_holds_twice_the_largest_one(
         (tmp_path / f"index{number}" / "size").write_text(f"{text}\n")
 
     assert hardware.uncached_bytes.__wrapped__() == size
+
+
+@pytest.mark.parametrize(
+    ("quota", "usable"),
+    [("max", 6), ("50000", 1), ("100000", 1), ("299999", 2), ("300000", 3), ("1600000", 6)],
+)
+def test_a_quota_of_a_container_limits_the_usable_cores(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quota: str, usable: int
+) -> None:
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {*range(6)}, raising=False)
+    monkeypatch.setattr(cgroups, "LISTED", tmp_path / "listed")
+    monkeypatch.setattr(hardware, "cpu_quota", partial(cgroups.cpu_quota, tmp_path))
+    (tmp_path / "listed").write_text("0::/\n")
+    (tmp_path / "cpu.max").write_text(f"{quota} 100000\n")
+
+    assert hardware.usable_cores() == usable
+    assert hardware.allowed_cores() == 6

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshllm.model import json_cache
+from meshllm.model import cgroups, json_cache
 from meshllm.model import timing as module
 from meshllm.model.device import CPU
 from meshllm.model.files.source import Source, open_folder
@@ -328,7 +328,7 @@ def test_the_limit_of_a_unit_or_job_binds(
     inactive: str,
 ) -> None:
     (tmp_path / "listed").write_text(f"{listed}\n")
-    monkeypatch.setattr(module, "_OWN_CGROUPS", tmp_path / "listed")
+    monkeypatch.setattr(cgroups, "LISTED", tmp_path / "listed")
     for name in (UNIT, "system.slice"):
         folder = tmp_path / mount / name
         folder.mkdir(parents=True, exist_ok=True)
@@ -345,7 +345,7 @@ def test_the_mount_binds_a_cgroup_that_is_not_in_it(
 ) -> None:
     mount, outside = tmp_path / "mount", tmp_path / "other"
     (tmp_path / "listed").write_text(f"0::{path}\n")
-    monkeypatch.setattr(module, "_OWN_CGROUPS", tmp_path / "listed")
+    monkeypatch.setattr(cgroups, "LISTED", tmp_path / "listed")
     for folder, most in ((mount, 1_000_000), (outside, 1000)):
         folder.mkdir()
         (folder / "memory.max").write_text(f"{most}\n")
@@ -358,7 +358,7 @@ def test_the_mount_binds_a_cgroup_that_is_not_in_it(
 def test_a_system_without_cgroups_has_a_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_OWN_CGROUPS", tmp_path / "missing")
+    monkeypatch.setattr(cgroups, "LISTED", tmp_path / "missing")
 
     assert memory_budget(cgroup=tmp_path) > 0
 

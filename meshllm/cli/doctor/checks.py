@@ -24,7 +24,7 @@ from meshllm.cli.terminal.render import bytes_of
 from meshllm.config import TRANSPORTS, Settings, change, state_path
 from meshllm.errors import LinkLost, MeshError
 from meshllm.local_files import stat_all
-from meshllm.model.hardware import usable_cores, uses_cpu
+from meshllm.model.hardware import allowed_cores, usable_cores, uses_cpu
 from meshllm.names import counted, show
 from meshllm.node.membership.state_store import StateStore
 from meshllm.status import (
@@ -79,7 +79,7 @@ def examine(
         yield from (check_peer(each, report.version) for each in report.nodes if not each.is_self)
         yield from check_members(report)
     yield check_memory(psutil.virtual_memory().available)
-    yield check_load(os.getloadavg()[0], usable_cores())
+    yield check_load(os.getloadavg()[0], usable_cores(), allowed_cores())
     yield from check_inference(chosen)
     yield from check_transports(transports, Registry.discover())
     parts = (f"{name} {version(name)}" for name in ("torch", "transformers"))
@@ -218,10 +218,16 @@ def check_memory(free: int) -> Finding:
     return Finding("ok", "memory", found)
 
 
-def check_load(load: float, cores: int) -> Finding:
-    """Compare the load average of the last minute with the number of usable cores."""
-    found = f"{counted(cores, 'core')}, load {load:.1f}"
-    if load > cores:
+def check_load(load: float, usable: int, allowed: int) -> Finding:
+    """Compare the load average of the last minute with the cores on which this process may run.
+
+    The load is that of the machine, so the CPU quota of a container or job says nothing of it.
+    """
+    count = counted(usable, "core")
+    if usable < allowed:
+        count = f"{usable} of {counted(allowed, 'core')} by CPU quota"
+    found = f"{count}, load {load:.1f}"
+    if load > allowed:
         return Finding(
             "warn", "threads", found, "close other programs: the slowest rank limits the ring"
         )

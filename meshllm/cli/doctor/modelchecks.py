@@ -108,6 +108,6 @@ def _fastest(width: int, dtype: torch.dtype) -> int:
 
     threads = torch.get_num_threads()
     try:
-        return calibrate(threads, width, dtype)
+        return calibrate(device.default_threads(), width, dtype)
     finally:
         torch.set_num_threads(threads)

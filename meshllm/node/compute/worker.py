@@ -25,6 +25,7 @@ from weakref import ref
 
 import torch
 
+from meshllm.model.device import default_threads
 from meshllm.model.kernels.jit import jit_available
 from meshllm.model.pauses import pausing
 from meshllm.model.shape import reclaim
@@ -76,7 +77,7 @@ class Worker:
 
     def __init__(self, executor: Executor, cores: int = 1) -> None:
         self.cores = cores
-        """Threads that torch uses by default."""
+        """Threads that torch uses at most, unless a number is configured."""
         self.allowance = Allowance(cores)
         """Of the warm-ups of all rings."""
         self._executor = executor
@@ -272,7 +273,7 @@ async def compute_thread(threads: int = 1) -> AsyncIterator[Worker]:
 
     executor = ThreadPoolExecutor(1, thread_name_prefix="compute", initializer=begin)
     before = torch.get_num_threads()  # torch applies what a thread sets to later threads
-    worker = Worker(executor, before)
+    worker = Worker(executor, default_threads())
     reclaiming = asyncio.create_task(worker.reclaim_after_work())
     reclaiming.add_done_callback(_raise_error)
     try:

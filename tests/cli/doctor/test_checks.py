@@ -293,9 +293,16 @@ def test_members_that_do_not_answer_are_a_warning(count: int, found: list[str]) 
 def test_low_memory_and_high_load_are_warnings() -> None:
     assert checks.check_memory(1 << 20).verdict == "warn"
     assert checks.check_memory(8 << 30).verdict == "ok"
-    assert checks.check_load(3.5, 2).verdict == "warn"
-    assert checks.check_load(0.5, 1).found == "1 core, load 0.5"
-    assert checks.check_load(0.5, 2) == Finding("ok", "threads", "2 cores, load 0.5")
+    assert checks.check_load(3.5, 2, 2).verdict == "warn"
+    assert checks.check_load(0.5, 1, 1).found == "1 core, load 0.5"
+    assert checks.check_load(0.5, 2, 2) == Finding("ok", "threads", "2 cores, load 0.5")
+
+
+def test_the_load_of_a_machine_is_not_that_of_a_container_with_a_quota() -> None:
+    found = checks.check_load(10.0, 2, 64)
+
+    assert found == Finding("ok", "threads", "2 of 64 cores by CPU quota, load 10.0")
+    assert checks.check_load(70.0, 2, 64).verdict == "warn"
 
 
 def test_a_machine_is_busy_if_its_load_exceeds_the_usable_cores(

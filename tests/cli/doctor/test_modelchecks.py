@@ -82,12 +82,14 @@ def test_measuring_threads_leaves_their_number_and_may_fail(
     before = torch.get_num_threads()
 
     def calibrate(cores: int, *_: object) -> int:
+        assert cores == 3
         torch.set_num_threads(cores + 1)
         if error:
             raise RuntimeError(error)
         return cores + 1
 
     monkeypatch.setattr("meshllm.node.compute.worker.calibrate", calibrate)
+    monkeypatch.setattr(device, "default_threads", lambda: 3)
 
     told = modelchecks.check_execution(Settings(model="builtin"))
 
@@ -95,7 +97,7 @@ def test_measuring_threads_leaves_their_number_and_may_fail(
     if error:
         assert (told.verdict, told.found) == ("fail", error.partition("\n")[0])
     else:
-        assert told.found.endswith(f"; {before + 1} threads")
+        assert told.found.endswith("; 4 threads")
 
 
 @pytest.mark.parametrize("is_fallback", [False, True])

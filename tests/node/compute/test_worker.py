@@ -4,6 +4,7 @@ import threading
 import pytest
 import torch
 
+from meshllm.model import device
 from meshllm.model.pauses import pause
 from meshllm.names import NodeId
 from meshllm.node.compute import worker as module
@@ -70,6 +71,18 @@ async def test_the_number_of_threads_is_measured_and_then_used() -> None:
         assert chosen in {1, 2}
         assert await worker.run(torch.get_num_threads) == chosen
     assert torch.get_num_threads() == before
+
+
+async def test_a_quota_limits_the_threads_that_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "usable_cores", lambda: 1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        async with compute_thread() as worker:
+            assert worker.cores == 1
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
 
 
 async def test_a_part_of_a_wide_layer_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
