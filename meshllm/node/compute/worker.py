@@ -14,7 +14,7 @@ libraries that ran once. All of it is returned to the system once the thread is 
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -43,7 +43,10 @@ REST_S = 5.0
 """s without computation before unused memory is returned to the system."""
 SHORTEST_S = 0.001  # s of a wait; a shorter one may end, by rounding, before its time
 TRIAL_BYTES = 64 << 20  # of the matrix of `calibrate`
-TRIALS = 20  # products; long enough to meet another program's time slice, a few ms
+TRIAL_ROUNDS = 3  # in each of which all numbers of threads have a trial
+PRODUCTS = 20  # of a trial at most
+TRIALS_S = 0.25  # s of all trials; a trial is longer than another program's time slice, a few ms
+NEAR_BEST = 1.05  # times the shortest time, up to which fewer threads are chosen
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -293,22 +296,43 @@ def _raise_error(task: asyncio.Task[None]) -> None:
 
 
 def calibrate(cores: int, width: int, dtype: torch.dtype) -> int:
-    """Choose between one core and ``cores`` for layers of this width, and return the number.
+    """Choose from `thread_counts` for layers of this width, and return the number.
 
     Threads meet at a barrier after every matrix: if another program uses one of the cores, all of
-    them wait for it, and a token takes ten times as long. Run on the compute thread.
+    them wait for it, and a token takes ten times as long. Whether one does is what this measures,
+    so it is measured at every start, and never stored. Run on the compute thread.
     """
     rows = min(4 * width, TRIAL_BYTES // (width * dtype.itemsize))
     weight, row = torch.ones(rows, width, dtype=dtype), torch.ones(1, width, dtype=dtype)
+    counts = thread_counts(cores)
+    trial_s = TRIALS_S / (TRIAL_ROUNDS * len(counts))
 
     def seconds(threads: int) -> float:
         torch.set_num_threads(threads)
-        row @ weight.T
-        begin = time.perf_counter()
-        for _ in range(TRIALS):
+        row @ weight.T  # starts or ends threads
+        begin, took_s, products = time.perf_counter(), 0.0, 0
+        while products < PRODUCTS and took_s < trial_s:
             row @ weight.T
-        return time.perf_counter() - begin
+            took_s, products = time.perf_counter() - begin, products + 1
+        return took_s / products
 
-    best = min({1, cores}, key=lambda threads: min(seconds(threads) for _ in range(3)))
+    rounds = [{threads: seconds(threads) for threads in counts} for _ in range(TRIAL_ROUNDS)]
+    best = fewest_threads(rounds)
     torch.set_num_threads(best)
     return best
+
+
+def thread_counts(cores: int) -> list[int]:
+    """Return the numbers of threads to try: the powers of two below ``cores``, and all cores."""
+    return [*(1 << power for power in range((cores - 1).bit_length())), cores]
+
+
+def fewest_threads(rounds: Sequence[Mapping[int, float]]) -> int:
+    """Return the fewest threads that are about as fast as the fastest number.
+
+    Each round has seconds by number of threads, of which the shortest count. Threads that save no
+    time take cores from other programs, and wait for more of these.
+    """
+    shortest_s = {threads: min(each[threads] for each in rounds) for threads in rounds[0]}
+    most_s = NEAR_BEST * min(shortest_s.values())
+    return min(threads for threads, seconds in shortest_s.items() if seconds <= most_s)

@@ -132,7 +132,7 @@ class ModelRuntime:
         return other
 
     async def calibrate(self) -> None:
-        """Measure which number of threads is fastest, unless one is configured."""
+        """Measure how many threads suffice for the best speed, unless a number is configured."""
         if self.config.threads is None and self.device == CPU:
             await self.worker.run(calibrate, self.worker.cores, self.shape.hidden_size, self._dtype)
 

@@ -1,5 +1,7 @@
 import asyncio
 import threading
+from itertools import groupby
+from typing import Self
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from meshllm.node.compute.worker import (
     WATCH_LEAST_S,
     calibrate,
     compute_thread,
+    fewest_threads,
+    thread_counts,
 )
 from meshllm.node.supervisor import Supervisor
 from meshllm.protocol.planning.chunking import RankTimes
@@ -102,6 +106,40 @@ async def test_a_part_of_a_wide_layer_is_measured(monkeypatch: pytest.MonkeyPatc
     assert narrow == (4096, 1024)
 
 
+@pytest.mark.parametrize(
+    ("cores", "counts"),
+    [
+        (1, [1]),
+        (2, [1, 2]),
+        (3, [1, 2, 3]),
+        (6, [1, 2, 4, 6]),
+        (16, [1, 2, 4, 8, 16]),
+        (17, [1, 2, 4, 8, 16, 17]),
+    ],
+)
+def test_powers_of_two_and_all_cores_are_tried(cores: int, counts: list[int]) -> None:
+    assert thread_counts(cores) == counts
+
+
+@pytest.mark.parametrize(
+    ("rounds", "threads"),
+    [
+        ([{1: 8.0, 2: 4.0, 4: 2.0, 8: 1.0}], 8),
+        ([{1: 8.0, 2: 4.0, 4: 2.0, 8: 20.0}], 4),  # another program uses one of the cores
+        ([{1: 3.0, 2: 2.0, 4: 1.05, 8: 1.0}], 4),
+        ([{1: 3.0, 2: 2.0, 4: 1.06, 8: 1.0}], 8),
+        ([{1: 1.0, 2: 1.0, 4: 1.0}], 1),
+        ([{1: 9.0, 2: 1.0}, {1: 1.0, 2: 9.0}], 1),  # the shortest of each
+        ([{1: 2.0, 2: 9.0}, {1: 2.0, 2: 1.0}], 2),
+        ([{1: 0.0}], 1),
+    ],
+)
+def test_the_fewest_threads_that_are_about_as_fast_as_any_are_chosen(
+    rounds: list[dict[int, float]], threads: int
+) -> None:
+    assert fewest_threads(rounds) == threads
+
+
 class Clock:
     """A clock that jobs advance."""
 
@@ -115,11 +153,54 @@ class Clock:
         return self.now
 
 
+class TimedMatrix:
+    """A matrix whose products take as long as the number of threads makes them."""
+
+    def __init__(self, clock: Clock, seconds: dict[int, float]) -> None:
+        self.used = list[int]()
+        self.seconds = seconds
+        self._clock = clock
+
+    @property
+    def T(self) -> Self:
+        return self
+
+    def __matmul__(self, other: object) -> None:
+        self.used.append(torch.get_num_threads())
+        self._clock.now += self.seconds[self.used[-1]]
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(module, "time", clock)
     return clock
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen"),
+    [
+        ({1: 3e-3, 2: 1.6e-3, 4: 1e-3, 6: 10e-3}, 4),
+        ({1: 3e-6, 2: 4e-6, 4: 5e-6, 6: 6e-6}, 1),
+        ({1: 0.1, 2: 0.05, 4: 0.03, 6: 0.02}, 6),
+    ],
+    ids=["a busy core", "a narrow layer", "a slow machine"],
+)
+async def test_numbers_of_threads_take_turns_for_a_limited_time(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock, seconds: dict[int, float], chosen: int
+) -> None:
+    matrix = TimedMatrix(clock, seconds)
+    begin = clock.now
+    async with compute_thread(1) as worker:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "ones", lambda *_, **__: matrix)
+            assert await worker.run(calibrate, 6, 64, torch.float32) == chosen
+        assert await worker.run(torch.get_num_threads) == chosen
+
+    assert [threads for threads, _ in groupby(matrix.used)] == [1, 2, 4, 6] * module.TRIAL_ROUNDS
+    unbounded_s = module.TRIAL_ROUNDS * 2 * sum(seconds.values())  # first and last of each trial
+    assert clock.now - begin <= module.TRIALS_S + unbounded_s
+    assert len(matrix.used) <= 4 * module.TRIAL_ROUNDS * (1 + module.PRODUCTS)
 
 
 async def test_a_function_over_its_limit_hangs_until_it_ends(clock: Clock) -> None:
