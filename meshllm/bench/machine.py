@@ -10,6 +10,7 @@ import torch
 
 import meshllm
 from meshllm.model.device import CPU, default_threads, name_of
+from meshllm.model.hardware import cpu_lines
 from meshllm.model.kernels import jit
 
 FEATURES = "amx-bf16", "avx512bf16", "avx512vnni", "avx512f", "avx2", "bf16", "neon"
@@ -51,8 +52,16 @@ def processor() -> str:
     """Name this machine's processor and the instructions that kernels use."""
     model, _, features, *_ = jit.machine()
     found = [name for name in FEATURES if f"+{name}" in features.split(",")]
-    name = f"{model.partition(':')[2].strip() or model}, {os.cpu_count()} cores"
+    name = f"{model.partition(':')[2].strip() or model}{_generation()}, {os.cpu_count()} cores"
     return f"{name}: {' '.join(found)}" if found else name
+
+
+def _generation() -> str:
+    """Return family and model of an x86 processor on Linux, as its name may omit both; else ""."""
+    parts = [line.partition(":") for line in cpu_lines()]
+    numbers = {name.strip(): value.strip() for name, _, value in parts}
+    family, model = numbers.get("cpu family"), numbers.get("model")
+    return f" (family {family}, model {model})" if family and model else ""
 
 
 def commit() -> str | None:

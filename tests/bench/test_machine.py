@@ -8,10 +8,17 @@ from pathlib import Path
 import pytest
 
 import meshllm
+from meshllm.bench import machine as module
 from meshllm.bench.machine import commit, lines_of, machine, processor
 from meshllm.model.kernels import jit
 
 INTEL = "model name\t: Core 9"
+ZEN = "model name\t: EPYC"
+
+
+def of_zen(family: int, model: int) -> tuple[str, ...]:
+    """Return what Linux says of an AMD processor."""
+    return f"cpu family\t: {family}", f"model\t\t: {model}", ZEN, "flags\t\t: avx2"
 
 
 @pytest.fixture
@@ -25,15 +32,19 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("model", "features", "name"),
+    ("model", "lines", "features", "name"),
     [
-        (INTEL, "+avx2,+amx-bf16,-avx512f", "Core 9, 8 cores: amx-bf16 avx2"),
-        ("apple-m1", "", "apple-m1, 8 cores"),
+        (INTEL, (), "+avx2,+amx-bf16,-avx512f", "Core 9, 8 cores: amx-bf16 avx2"),
+        (ZEN, of_zen(25, 17), "+avx2", "EPYC (family 25, model 17), 8 cores: avx2"),
+        (ZEN, of_zen(26, 2), "+avx2", "EPYC (family 26, model 2), 8 cores: avx2"),
+        ("aarch64", ("CPU part\t: 0xd40", "Features\t: bf16"), "+bf16", "aarch64, 8 cores: bf16"),
+        ("apple-m1", (), "", "apple-m1, 8 cores"),
     ],
 )
 def test_the_processor_is_told_with_its_instructions(
-    monkeypatch: pytest.MonkeyPatch, model: str, features: str, name: str
+    monkeypatch: pytest.MonkeyPatch, model: str, lines: tuple[str, ...], features: str, name: str
 ) -> None:
+    monkeypatch.setattr(module, "cpu_lines", lambda: lines)
     monkeypatch.setattr(jit, "machine", lambda: (model, "cpu", features, "DEFAULT"))
     monkeypatch.setattr("os.cpu_count", lambda: 8)
 
