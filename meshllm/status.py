@@ -91,7 +91,13 @@ class ModelStatus:
     rings: int = 0
     """Rings that serve it now."""
     offers: tuple[ProviderOffer, ...] = ()
-    """Those of `providers`, in the same order; empty if an earlier version reports."""
+    """Those of `providers`, in the same order; empty if an earlier version reports. Of a model
+    of rings those of providers of its name, which answer what needs more than the rings have."""
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all that serve it are alike: rings without providers, or one provider."""
+        return len(self.providers) == 1 or not (self.providers or self.offers)
 
     @property
     def weight_precision(self) -> str:
@@ -523,6 +529,22 @@ class Change:
     digest: str
     nodes: dict[str, NodeState]
     """The state of each node, by id."""
+
+
+def of_providers(name: str, offers: Sequence[ProviderOffer]) -> ModelStatus:
+    """Return a model as its providers serve it; there is at least one."""
+    precisions = {each.precision for each in offers}
+    return ModelStatus(
+        name,
+        layers=0,
+        hidden_size=0,
+        dtype="",
+        quant="",
+        context=min((each.context for each in offers if each.context), default=0),
+        providers=tuple(each.provider for each in offers),
+        precision=precisions.pop() if len(precisions) == 1 else "",
+        offers=tuple(offers),
+    )
 
 
 def find_model(models: Sequence[ModelStatus], name: str) -> ModelStatus | None:

@@ -53,6 +53,7 @@ from meshllm.status import (
     SessionCounts,
     StageStatus,
     Unplaced,
+    of_providers,
 )
 
 _SHORT = re.compile(rf"`([a-z2-7]{{{SHORT_LETTERS}}})`")
@@ -264,6 +265,7 @@ def model_status(view: NodeView, charter: Charter) -> ModelStatus:
         epoch=plans[0].epoch if plans else 0,
         is_exact=any(is_exact(charter, each, view.profiles) for each in plans),
         rings=sum(each.is_served and each.group.charter.key == charter.key for each in view.rings),
+        offers=tuple(_offers(view, charter).get(shape.name, ())),
     )
 
 
@@ -277,33 +279,21 @@ def _plans_of(view: NodeView, charter: Charter) -> list[Plan]:
 def _provided(view: NodeView) -> tuple[ModelStatus, ...]:
     """Return the models of providers, each once, without those of rings."""
     rings = {each.shape.name for each in _served(view)}
+    found = _offers(view).items()
+    return tuple(of_providers(name, offers) for name, offers in found if name not in rings)
+
+
+def _offers(view: NodeView, charter: Charter | None = None) -> dict[str, list[ProviderOffer]]:
+    """Return the offers of each model, of nodes that may read the prompts of a ring's model."""
     offers: dict[str, list[ProviderOffer]] = {}
     for node in _known(view):
-        state = view.states.get(node)
-        if state and node in view.alive and state.lifecycle is Lifecycle.SERVING:
+        state, is_reader = view.states.get(node), charter is None or charter.may_read(node)
+        if state and is_reader and node in view.alive and state.lifecycle is Lifecycle.SERVING:
             name = _name(view, node) or short(node)
             for offer in state.offers:
                 told = ProviderOffer(name, offer.precision, offer.context)
                 offers.setdefault(offer.model, []).append(told)
-    return tuple(
-        ModelStatus(
-            name,
-            layers=0,
-            hidden_size=0,
-            dtype="",
-            quant="",
-            context=min((offer.context for offer in found if offer.context), default=0),
-            providers=tuple(offer.provider for offer in found),
-            precision=_common({offer.precision for offer in found}),
-            offers=tuple(found),
-        )
-        for name, found in offers.items()
-        if name not in rings
-    )
-
-
-def _common(values: set[str]) -> str:
-    return values.pop() if len(values) == 1 else ""
+    return offers
 
 
 def _fingerprint(view: NodeView, config: bytes, precision: str) -> str:

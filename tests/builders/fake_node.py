@@ -23,6 +23,7 @@ from meshllm.status import (
     Planned,
     PlannedRing,
     PlanTerms,
+    ProviderOffer,
     Removed,
     RingState,
     SessionCounts,
@@ -80,6 +81,8 @@ class FakeNode:
     waits_for: str = ""
     """The ring is forming, for this reason."""
     provided: tuple[ModelStatus, ...] = ()
+    beside: tuple[ProviderOffer, ...] = ()
+    """Of providers of the model of the ring."""
     revoked: dict[str, tuple[bytes, ...]] = field(default_factory=dict)
     is_away: bool = False
     """It cannot be told which keys are revoked."""
@@ -89,7 +92,7 @@ class FakeNode:
         status = mesh_status()
         assert status.model
         known = replace(status.model, fingerprint="fp_0123456789ab")
-        model = replace(known, name=self.served) if self.served else None
+        model = replace(known, name=self.served, offers=self.beside) if self.served else None
         status = replace(status, model=model, provided=self.provided)
         state = RingState.FORMING if self.waits_for else RingState.SERVING
         return with_ring(status, entry=self.entry, state=state, reason=self.waits_for)

@@ -73,6 +73,8 @@ class FakeRing:
 
     plans: dict[NodeId, Plan] = field(default_factory=dict)
     """Of the ring of each entry."""
+    sizes: dict[str, ModelOffer] = field(default_factory=dict)
+    """What the rings of each model have, where that is known."""
     exact: frozenset[NodeId] = frozenset()
     """The entries of rings that are exact."""
     explained: list[tuple[RingPlan | None, RingPlan | None]] = field(default_factory=list)
@@ -105,6 +107,9 @@ class FakeRing:
 
     def is_provided(self, model: str) -> bool:
         return bool(model) and model not in self.replicas.keys() | self.groups.keys()
+
+    def of_rings(self, model: str) -> ModelOffer | None:
+        return self.sizes.get(model)
 
     def offers(self, model: str) -> dict[NodeId, ModelOffer]:
         provided = self.provided.get(model, ())

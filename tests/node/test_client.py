@@ -97,6 +97,9 @@ class Inn(House):
     def is_provided(self, model: str) -> bool:
         return bool(model)
 
+    def of_rings(self, model: str) -> ModelOffer | None:
+        return None
+
     def offers(self, model: str) -> dict[NodeId, ModelOffer]:
         return {self.me: ModelOffer(model)} if model else {}
 

@@ -685,6 +685,39 @@ async def test_models_of_engines_are_answered_through_every_node(
     assert states(a)["c"] == "down"
 
 
+def offered(node: MeshNode) -> bool:
+    """Return whether an engine serves the model of the ring, which serves too."""
+    (model,) = report_of(node).models
+    return bool(model.rings and model.offers)
+
+
+@pytest.mark.socket
+async def test_an_engine_answers_for_the_model_of_the_ring_what_the_ring_cannot(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(provider_module, "POLL_S", 0.05)
+    engine = FakeEngine()
+    a = await mesh.start("a", context=1024)
+    await until(lambda: len(spans(a)) == 1, a)
+    assert a.machine.charter is not None
+    name = a.machine.charter.shape.name
+    async with serving(engine) as url:
+        provider = Provider(EngineClient(url, precision="fp32", names={name: engine.model}))
+        b = await mesh.start("b", provider, join=await a.create_ticket())
+        for node in (a, b):
+            await until(lambda node=node: offered(node), node)  # type: ignore[misc]  # a closure
+
+        longer = replace(QUESTION, min_context=1025)
+        texts = [await ask(control_of(node), longer) for node in (a, b)]
+        own = [await ask(control_of(node), QUESTION) for node in (a, b)]
+        with pytest.raises(WrongField, match="with context 1024, and in fp32 by provider b "):
+            await ask(control_of(b), replace(QUESTION, min_context=2049))
+
+    assert texts == ["What is a ring? "] * 2
+    assert own == [await reference()] * 2
+    assert [body["model"] for body, _ in engine.asked] == [engine.model] * 2
+
+
 async def test_a_prompt_reaches_no_ring_with_a_node_that_is_not_trusted(mesh: Mesh) -> None:
     a = await mesh.start("a", members=2, trust=())
     b = await mesh.start("b", join=await a.create_ticket())

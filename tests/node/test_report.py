@@ -409,6 +409,17 @@ async def test_each_provider_says_what_it_has(node: Owned) -> None:
     assert fox.offers == (ProviderOffer("spare", "int4"), ProviderOffer("there", "bf16", 8192))
 
 
+async def test_providers_of_a_ring_s_model_are_told_with_it(node: Owned) -> None:
+    charter = node.view.rings[0].group.charter
+    offer = ModelOffer(charter.shape.name, "fp32", 8192)
+    node.view = with_state(node.view, B, offers=(offer,), lifecycle=Lifecycle.SERVING)
+
+    (model,) = await node.control.models()
+
+    assert (model.providers, model.is_uniform) == ((), False)
+    assert model.offers == (ProviderOffer("there", "fp32", 8192),)
+
+
 def test_each_ring_of_the_node_has_its_own_status(node: Owned) -> None:
     (ring,), plan = node.view.rings, plan_of(node.view)
     ours = OwnRing(node.view.agreement, "more memory", "it loads", "stock", (("loading", 2.0),))

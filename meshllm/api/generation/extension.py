@@ -12,7 +12,7 @@ from meshllm.names import bits_of
 from meshllm.outline.eligibility import OutlineMode
 from meshllm.request import Answer, Piece
 from meshllm.request import Request as Asked
-from meshllm.status import ModelStatus
+from meshllm.status import ModelStatus, of_providers
 from meshllm.strict_json import WrongField
 
 MAX_AFFINITY = 128  # characters
@@ -49,11 +49,17 @@ class Needs:
             raise WrongField("meshllm.min_precision", text, hint="int4, int8, bf16, fp16 or fp32")
         return bits
 
+    def choose(self, model: ModelStatus) -> ModelStatus:
+        """Return the model as its providers serve it if one has the sizes that its rings lack."""
+        if not model.offers or self._has(model.weight_precision, model.context):
+            return model
+        able = not self.exact and any(self._has(it.precision, it.context) for it in model.offers)
+        return of_providers(model.name, model.offers) if able else model
+
     def check(self, model: ModelStatus) -> None:
         """Raise `WrongField` if a model does not have what the request needs.
 
-        Of several providers of a model some may have it: they are chosen by precision and context
-        when they are asked.
+        Of rings and providers of a model some may have it: they are chosen when they are asked.
         """
         bits = self.min_bits
         for name in ("deadline_ms", "first_token_ms"):
@@ -62,13 +68,14 @@ class Needs:
         if len(self.affinity or "") > MAX_AFFINITY:
             text = f"`meshllm.affinity` has more than {MAX_AFFINITY} characters"
             raise WrongField("meshllm.affinity", text)
+        if not model.is_uniform:
+            return
         if self.exact and not model.is_exact:
             text = f"`{model.name}` is not computed bit-identically to transformers"
             without = "without `--quant` and a lossy `--wire`"
             hint = f"start every node of its ring with `--exact`, {without}"
             raise WrongField("meshllm.exact", text, hint=hint)
-        if len(model.providers) <= 1:
-            self._check_sizes(model, bits)
+        self._check_sizes(model, bits)
 
     def of(self, asked: Asked) -> Asked:
         """Return a request that only what meets these needs may answer."""
@@ -80,6 +87,9 @@ class Needs:
             min_context=self.min_context or 0,
             affinity=self.affinity or "",
         )
+
+    def _has(self, precision: str, context: int) -> bool:
+        return bits_of(precision) >= self.min_bits and context >= (self.min_context or 0)
 
     def _check_sizes(self, model: ModelStatus, bits: int) -> None:
         if bits > bits_of(model.weight_precision):
@@ -126,6 +136,19 @@ def seed_of(needs: SeededNeeds | None) -> int:
     """Return the seed of a request, a random one unless it is given."""
     given = needs.seed if needs else None
     return secrets.randbelow(DRAWN_SEEDS) if given is None else given % SEEDS
+
+
+async def model_as_needed(
+    service: Service, key: ApiKey | None, name: str, needs: Needs | None
+) -> ModelStatus:
+    """Return a model by name, as its rings or its providers serve it, whichever the needs choose.
+
+    Raises:
+        Refused: it is not served, yet or to this key.
+        WrongField: the precision is unknown.
+    """
+    model = await service.model(key, name)
+    return needs.choose(model) if needs else model
 
 
 def answer_as_needed(

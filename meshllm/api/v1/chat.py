@@ -11,7 +11,7 @@ from starlette.routing import Route
 from meshllm.api.access.accounts import ApiKey
 from meshllm.api.access.gate import key_of
 from meshllm.api.failure import JSON, error_object
-from meshllm.api.generation.extension import Extension, answer_as_needed
+from meshllm.api.generation.extension import Extension, answer_as_needed, model_as_needed
 from meshllm.api.generation.generating import Generating, read_fields, variants
 from meshllm.api.generation.headers import headers_of, is_traced
 from meshllm.api.generation.reply import EventStream, Reply, failure, reason
@@ -236,7 +236,8 @@ async def call(
     """Check a chat with the fields of it that stand `APART`; raise `UserError` if invalid."""
     schema, tools = schema_of(apart.get("response_format")), tools_of(apart)
     asked = [replace(each, schema=schema, tools=tools) for each in body.requests()]
-    model, needs = await service.model(key, body.model), body.meshllm
+    needs = body.meshllm
+    model = await model_as_needed(service, key, body.model, needs)
     outline = needs.outline_mode(model, body.choices) if needs else None
     events = answer_as_needed(service, key, model, asked, needs, outline)
     return ChatCall(model, asked, events)

@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from meshllm.api.access.gate import key_of
 from meshllm.api.failure import JSON, error_object
-from meshllm.api.generation.extension import Needs, answer_as_needed
+from meshllm.api.generation.extension import Needs, answer_as_needed, model_as_needed
 from meshllm.api.generation.generating import Generating, read_fields, variants
 from meshllm.api.generation.headers import headers_of, is_traced
 from meshllm.api.generation.prompts import read_prompts, with_prompt
@@ -137,7 +137,7 @@ def routes(service: Service) -> list[Route]:
         body, apart = await read_fields(service, request, Completion, APART)
         prompts = read_prompts(apart.get("prompt"), "prompt", MAX_PROMPTS)
         asked, key = body.requests(prompts), key_of(request)
-        model = await service.model(key, body.model)
+        model = await model_as_needed(service, key, body.model, body.meshllm)
         head = (model.name, model.fingerprint, asked, body.choices, body.has_usage)
         reply = _TextReply("cmpl", *head, is_traced(request))
         events = answer_as_needed(service, key, model, asked, body.meshllm)

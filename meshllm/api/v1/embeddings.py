@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from meshllm.api.access.gate import key_of
 from meshllm.api.failure import INVALID, JSON, Failure, Refused, compact, error_object
-from meshllm.api.generation.extension import Needs, answer_as_needed
+from meshllm.api.generation.extension import Needs, answer_as_needed, model_as_needed
 from meshllm.api.generation.generating import read_fields
 from meshllm.api.generation.headers import headers_of
 from meshllm.api.generation.prompts import read_prompts, with_prompt
@@ -97,7 +97,7 @@ def routes(service: Service) -> list[Route]:
         common = body.request()
         inputs = read_prompts(apart.get("input"), "input", MAX_INPUTS)
         key = key_of(request)
-        model = await service.model(key, body.model)
+        model = await model_as_needed(service, key, body.model, body.meshllm)
         asked = [with_prompt(common, each) for each in inputs]
         reply = _EmbeddingsReply(model.name, body.encoding_format == "base64", len(asked))
         events = answer_as_needed(service, key, model, asked, body.meshllm)

@@ -16,7 +16,7 @@ from starlette.routing import Route
 from meshllm.api.access.gate import key_of
 from meshllm.api.failure import INVALID, JSON, Failure, Refused, compact, error_object, failure_of
 from meshllm.api.generation import reply as base
-from meshllm.api.generation.extension import SeededNeeds, answer_as_needed, seed_of
+from meshllm.api.generation.extension import SeededNeeds, answer_as_needed, model_as_needed, seed_of
 from meshllm.api.generation.generating import DEFAULT_TEMPERATURE, read_fields
 from meshllm.api.generation.headers import headers_of, is_traced, trace_of
 from meshllm.api.generation.reply import EventStream
@@ -408,7 +408,7 @@ def routes(service: Service) -> list[Route]:
         asked, key = body.request(turns), key_of(request)
         schema, tools = schema_of_format(given.get("format")), tools_of(given, is_flat=True)
         asked = replace(asked, schema=schema, tools=tools)
-        model = await service.model(key, body.model)
+        model = await model_as_needed(service, key, body.model, body.meshllm)
         reply = _ResponsesReply(
             model.name, body, given, owner, turns, store, asked.sampling.seed, is_traced(request)
         )

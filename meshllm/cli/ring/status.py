@@ -18,6 +18,7 @@ from meshllm.status import (
     NodeStatus,
     RingStatus,
     ServedRing,
+    of_providers,
     to_json,
     unanswered,
 )
@@ -326,6 +327,7 @@ def _is_first(ring: ServedRing, status: MeshStatus) -> bool:
 
 
 def _provided(status: MeshStatus, most: int | None) -> str:
+    beside = (of_providers(each.name, each.offers) for each in status.models if each.offers)
     rows = [
         (
             cut(each.name),
@@ -333,7 +335,7 @@ def _provided(status: MeshStatus, most: int | None) -> str:
             each.precision or "?",
             each.context or "?",
         )
-        for each in status.provided
+        for each in (*status.provided, *beside)
     ]
     header = ("provided model", "by", "precision", "context")
     return "\n".join(_lines(table(header, rows), most)) if rows else ""

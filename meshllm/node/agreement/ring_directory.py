@@ -45,16 +45,27 @@ class RingDirectory:
         charter = self._machine.charter
         return bool(model) and (charter is None or charter.find(model) is None)
 
+    def of_rings(self, model: str) -> ModelOffer | None:
+        """Return what the rings of a model have, by its name; None if there are to be none."""
+        if (wanted := self._wanted(model)) is None:
+            return None
+        return ModelOffer(wanted.shape.name, wanted.precision, wanted.shape.context)
+
     def offers(self, model: str) -> dict[NodeId, ModelOffer]:
-        """Return the nodes that provide a model now, and what they say of it."""
-        machine = self._machine
+        """Return the nodes that provide a model now, and what they say of it.
+
+        For a model of rings, these are those that may read its prompts.
+        """
+        machine, wanted = self._machine, self._wanted(model)
+        name = wanted.shape.name if wanted else model
         return {
             node: offer
             for node, state in machine.states.items()
             if state.lifecycle is Lifecycle.SERVING
             and (node == machine.me or node in self._links.by_peer)
+            and (wanted is None or wanted.may_read(node))
             for offer in reversed(state.offers)
-            if offer.model == model
+            if offer.model == name
         }
 
     @property
@@ -200,11 +211,12 @@ class RingDirectory:
             LinkLost: this node is not the entry, has left the ring, its ring did not form, or it
                 provides nothing.
         """
-        if self.is_provided(model):
-            if self._own.provider is None:
-                raise LinkLost(f"This node does not provide `{model[:100]}`")
-            yield self._own.provider
+        provider, is_provided = self._own.provider, self.is_provided(model)
+        if provider is not None and (is_provided or provider.has(model)):  # it is in no ring
+            yield provider
             return
+        if is_provided:
+            raise LinkLost(f"This node does not provide `{model[:100]}`")
         at = self._find(model, group)
         with self._own.use.using(model), at.hold.holding():
             entry, plan, own = await at.serving()

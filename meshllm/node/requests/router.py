@@ -21,9 +21,11 @@ that, are left out, and refused if there are no others. An entry that has moved 
 refuses the request, which is repeated elsewhere, as after the loss of a ring. So does one whose
 queue is full: the request is refused only if all replicas refuse.
 
-A request for a model that no ring serves goes to a node that provides it with an engine of
-its own, to the next one if it fails before its first event. Between the trusted nodes that provide
-it with the precision and the context that the request needs, the ingress chooses as between rings.
+A request for a model that no ring serves, or whose rings lack the precision or the context that
+the request needs, goes to a node that provides it with an engine of its own, to the next one if it
+fails before its first event. Between the trusted nodes that provide it with the precision and the
+context that the request needs, the ingress chooses as between rings. If there are none, the request
+is refused with what there is.
 
 When a ring breaks, the ingress repeats the request on the next ring, see
 `meshllm.protocol.ring.failover`. While the nodes of the next one still load their layers, a request
@@ -144,8 +146,15 @@ class Ring(Protocol):
         """Return whether a request for a model is one for a provider, not for the ring."""
         ...
 
+    def of_rings(self, model: str) -> ModelOffer | None:
+        """Return what the rings of a model have, by its name; None if there are none to know of."""
+        ...
+
     def offers(self, model: str) -> Mapping[NodeId, ModelOffer]:
-        """Return the nodes that provide a model now, and what they say of it."""
+        """Return the nodes that provide a model now, and what they say of it.
+
+        For a model of rings, these are those that may read its prompts.
+        """
         ...
 
     def ids_of(self, names: Sequence[str]) -> tuple[str, ...]:
@@ -261,8 +270,12 @@ class RequestRouter:
             MeshError: the request cannot be served, or no ring answered it.
         """
         request = self._scoped(self._with_ids(request, asker), asker)
-        is_provided = self._ring.is_provided(request.model)
-        answer = self._provided(request) if is_provided else self._failing_over(request, asker)
+        if self._ring.is_provided(request.model):
+            answer = self._provided(request)
+        elif (ring := self._ring.of_rings(request.model)) and _lacks(ring, request, is_ring=True):
+            answer = self._provided(replace(request, model=ring.model))
+        else:
+            answer = self._failing_over(request, asker)
         self.counts.active += 1
         try:
             with self._held.holding(asker_of((None, request.scope)), size_of(request)):
@@ -340,12 +353,35 @@ class RequestRouter:
             return self._replicas.choose(left, request, Tried())
         if tried:
             raise list(tried.values())[-1]
-        if trusted:
-            raise _unmet(trusted, request, self._ring.name_of)
+        if trusted or self._ring.of_rings(request.model):
+            raise self._unmet(trusted, request)
         name, hint = request.model[:100], "see `meshllm ring status` for the models that are served"
         if known:
             raise WrongField("meshllm.trust", f"No trusted node provides `{name}`", hint=hint)
         raise ModelMissing(f"No node provides `{name}`", hint=hint)
+
+    def _unmet(self, offers: Mapping[NodeId, ModelOffer], request: Request) -> UserError:
+        """Return the error of a need that nothing meets, with what there is."""
+        ring, count = self._ring.of_rings(request.model), len(request.ids)
+        lacks = {_lacks(offer, request) for offer in offers.values()}
+        longest = max((offer.context for offer in offers.values()), default=0)
+        if _PROMPT in lacks and longest < count:
+            text = (
+                f"This model's maximum context length is {longest} tokens; the prompt has {count}"
+            )
+            return ContextTooLong(text)
+        if ring:
+            lacks.add(_lacks(ring, request, is_ring=True))
+        needs = " and ".join(f"`{each}`" for each in sorted(lacks))
+        return WrongField(max(lacks), f"Nothing meets {needs}: {self._served(offers, request)}")
+
+    def _served(self, offers: Mapping[NodeId, ModelOffer], request: Request) -> str:
+        """Return a phrase about all that serve the model of a request."""
+        ring = self._ring.of_rings(request.model)
+        listed = [_described(ring, "a ring")] if ring else []
+        for node, offer in offers.items():
+            listed.append(_described(offer, f"provider {self._ring.name_of(node)}"))
+        return f"`{request.model[:100]}` is served {', and '.join(listed)}"
 
     @asynccontextmanager
     async def _from(
@@ -492,6 +528,8 @@ class RequestRouter:
         if request.needs_exact and not self._ring.is_exact(entry, request.model):
             name = self._ring.name_of(entry.node)
             text = f"The ring of {name} is not bit-identical to transformers"
+            if offers := self._ring.offers(request.model):
+                text += f", and no provider is: {self._served(offers, request)}"
             without = "without `--quant` and a lossy `--wire`"
             hint = f"start every node of its ring with `--exact`, {without}"
             return WrongField("meshllm.exact", text, hint=hint)
@@ -531,37 +569,24 @@ class RequestRouter:
 _PROMPT = "prompt"  # what a provider lacks if its context is too short for it
 
 
-def _lacks(offer: ModelOffer, request: Request) -> str:
-    """Return the need of a request that an offer does not meet; empty if it meets all."""
-    if request.needs_exact:  # engines compute in their own way
+def _lacks(offer: ModelOffer, request: Request, *, is_ring: bool = False) -> str:
+    """Return the need of a request that an offer does not meet; empty if it meets all.
+
+    Of rings it is one that their nodes do not change: which are exact depends on these, and the
+    entry refuses a prompt that is too long.
+    """
+    if request.needs_exact and not is_ring:  # engines compute in their own way
         return "meshllm.exact"
     if bits_of(offer.precision) < request.min_bits:
         return "meshllm.min_precision"
-    if 0 < offer.context < len(request.ids):
+    if 0 < offer.context < len(request.ids) and not is_ring:
         return _PROMPT
     return "meshllm.min_context" if offer.context < request.min_context else ""
 
 
-def _unmet(
-    offers: Mapping[NodeId, ModelOffer], request: Request, name_of: Callable[[NodeId], str]
-) -> UserError:
-    """Return the error of a need that no provider meets, with what each has."""
-    name, lacks = request.model[:100], {_lacks(offer, request) for offer in offers.values()}
-    longest = max(offer.context for offer in offers.values())
-    if _PROMPT in lacks and longest < len(request.ids):
-        return ContextTooLong(
-            f"This model's maximum context length is {longest} tokens; the prompt has"
-            f" {len(request.ids)}"
-        )
-    if request.needs_exact:
-        text = f"`{name}` of a provider is not bit-identical to transformers"
-        return WrongField("meshllm.exact", text)
-    listed = ", ".join(
-        f"{name_of(node)} {offer.precision or 'of unknown precision'}"
-        f" with {offer.context or 'an unknown number of'} tokens"
-        for node, offer in offers.items()
-    )
-    return WrongField(max(lacks), f"No provider of `{name}` has what the request needs: {listed}")
+def _described(offer: ModelOffer, who: str) -> str:
+    context = f"context {offer.context}" if offer.context else "unknown context"
+    return f"in {offer.precision or 'unknown precision'} by {who} with {context}"
 
 
 def _is_trusted(node: NodeId, request: Request) -> bool:

@@ -142,6 +142,15 @@ class Charter:
         return replace(self, **wanted, models=models, yields=())
 
     @property
+    def precision(self) -> str:
+        """Return the precision of the weights: the quantisation, or the data type."""
+        return self.dtype.name.lower() if self.quant is Quant.NONE else str(self.quant)
+
+    def may_read(self, node: NodeId) -> bool:
+        """Return whether a node that provides the model as a whole may read its prompts."""
+        return self.ends is not Ends.CLIENT and (not self.entries or node in self.entries)
+
+    @property
     def key(self) -> ModelKey:
         """Return what identifies the model in this mesh."""
         parts = self.shape.name.encode(), self.config_digest, str(self.quant).encode()

@@ -9,6 +9,7 @@ import httpx2
 import pytest
 
 from meshllm.request import Turn
+from meshllm.status import ProviderOffer
 from tests.builders.bodies import BODY, MESSAGES, PATH, PATHS
 from tests.builders.fake_node import FOX, FakeNode
 from tests.builders.waiting import timers_fired
@@ -173,6 +174,41 @@ async def test_of_several_providers_those_are_asked_that_have_what_a_request_nee
     assert said.status_code == 200
     (asked,) = door.requests
     assert (asked.min_bits, asked.min_context, asked.affinity) == (16, 4096, "manual")
+
+
+@pytest.mark.parametrize(
+    ("needs", "precision"),
+    [
+        ({"exact": False}, "bfloat16"),
+        ({"min_precision": "bf16"}, "bfloat16"),
+        ({"min_precision": "fp32"}, "fp32"),
+        ({"min_context": 4096}, "fp32"),
+        ({"min_context": 8193}, "bfloat16"),  # which the router refuses
+        ({"min_context": 4096, "exact": True}, "bfloat16"),
+        ({"exact": True}, "bfloat16"),
+    ],
+)
+async def test_a_response_says_whether_a_ring_or_a_provider_of_the_model_answers(
+    client: httpx2.AsyncClient, door: FakeNode, needs: dict[str, Any], precision: str
+) -> None:
+    door.beside = (ProviderOffer("gpu", "fp32", 8192),)
+
+    said = await client.post(PATH, json=BODY | {"meshllm": needs})
+
+    assert (said.status_code, said.headers["x-meshllm-precision"]) == (200, precision)
+    assert ("x-meshllm-model-digest" in said.headers) == (precision == "bfloat16")
+    assert len(door.requests) == 1
+
+
+async def test_an_answer_of_a_provider_beside_a_ring_is_not_outlined(
+    client: httpx2.AsyncClient, door: FakeNode
+) -> None:
+    door.beside = (ProviderOffer("gpu", "fp32", 8192),)
+
+    asked = BODY | {"meshllm": {"min_precision": "fp32", "outline": True}}
+    said = await client.post(PATH, json=asked)
+
+    assert said.json()["error"]["param"] == "meshllm.outline"
 
 
 async def test_an_answer_before_its_deadline_is_whole(client: httpx2.AsyncClient) -> None:

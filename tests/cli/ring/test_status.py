@@ -4,7 +4,7 @@ import pytest
 
 from meshllm.cli.ring.status import clean, duration, lay_out, ms
 from meshllm.names import Span
-from meshllm.status import NodeState
+from meshllm.status import NodeState, ProviderOffer
 from tests.builders.fake_node import FOX
 from tests.builders.status import (
     RINGS,
@@ -171,6 +171,17 @@ def test_it_fits_a_narrow_terminal(columns: int) -> None:
     assert "measured" in text
     assert "fox" in text
     assert max(map(len, text.splitlines())) <= columns
+
+
+def test_providers_of_a_ring_s_model_are_listed() -> None:
+    status = status_of(2)
+    assert status.model
+    model = replace(status.model, offers=(ProviderOffer("gpu", "fp32", 8192),))
+
+    text = lay_out(replace(status, models=(model,)), 80)
+
+    row = text[text.index("provided model") :].splitlines()[1]
+    assert row.split() == [model.name, "gpu", "fp32", "8192"]
 
 
 @pytest.mark.parametrize("count", [1, 3, 8])

@@ -15,7 +15,13 @@ from meshllm.node.agreement.plan_hold import CALM_S
 from meshllm.node.agreement.ring_member import FORM_S
 from meshllm.node.session.text import RingBackend
 from meshllm.protocol.agreement.groups import REFUSES, groups_of
-from meshllm.protocol.membership.records import MAX_CONTEXT, ModelOffer, RingMembership, StateRecord
+from meshllm.protocol.membership.records import (
+    MAX_CONTEXT,
+    Lifecycle,
+    ModelOffer,
+    RingMembership,
+    StateRecord,
+)
 from meshllm.protocol.planning.plan import Ends, Plan, PlanStage
 from meshllm.testing.clock import run_virtual
 from tests.builders.offers import C, D
@@ -73,6 +79,46 @@ def test_the_longest_context_is_that_of_all_models_and_providers() -> None:
         assert place.directory.longest_context == 8192
         place.states[STAGE] = StateRecord(offers=(ModelOffer("fox"),))  # of unknown context
         assert place.directory.longest_context == MAX_CONTEXT
+
+    run(story)
+
+
+def test_providers_of_a_ring_s_model_are_those_that_may_read_its_prompts() -> None:
+    whole, *_ = several()
+    model, offer = replace(whole.models[0], aliases=("small",)), ModelOffer("other", "fp32", 9)
+
+    async def story() -> None:
+        place = Place()
+        assert place.directory.of_rings("other") is None
+        place.machine.charter = replace(whole, models=(model,))
+        place.states[STAGE] = StateRecord(lifecycle=Lifecycle.SERVING, offers=(offer,))
+        place.links.by_peer[STAGE] = None
+        expected = ModelOffer("other", model.dtype.name.lower(), model.shape.context)
+        for name in ("other", "small"):
+            assert place.directory.of_rings(name) == expected
+            assert place.directory.offers(name) == {STAGE: offer}
+        assert place.directory.offers("tiny") == {}
+        for terms, found in (
+            ({"entries": (ENTRY,)}, {}),
+            ({"entries": (ENTRY, STAGE)}, {STAGE: offer}),
+            ({"ends": Ends.CLIENT}, {}),
+        ):
+            changed = replace(model, **terms)
+            place.machine.charter = replace(whole, models=(changed,))
+            assert place.directory.offers("other") == found
+
+    run(story)
+
+
+def test_a_provider_of_a_ring_s_model_serves_it() -> None:
+    whole, *_ = several()
+
+    async def story() -> None:
+        place = Place()
+        place.machine.charter = whole
+        place.own.provider = cast("Any", SimpleNamespace(has=lambda model: model == "other"))
+        async with place.directory.backend(None, "other") as backend:
+            assert backend is place.own.provider
 
     run(story)
 

@@ -878,16 +878,20 @@ def test_more_ids_than_every_provider_takes_are_too_long(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    ("needs", "param"),
+    ("needs", "param", "unmet"),
     [
-        ({"min_bits": 32}, "meshllm.min_precision"),
-        ({"min_context": 4097}, "meshllm.min_context"),
-        ({"min_bits": 16, "min_context": 4096}, "meshllm.min_precision"),
+        ({"min_bits": 32}, "meshllm.min_precision", "`meshllm.min_precision`"),
+        ({"min_context": 4097}, "meshllm.min_context", "`meshllm.min_context`"),
+        (
+            {"min_bits": 16, "min_context": 4096},
+            "meshllm.min_precision",
+            "`meshllm.min_context` and `meshllm.min_precision`",
+        ),
     ],
     ids=["bits", "context", "both at one"],
 )
 def test_a_need_that_no_provider_meets_is_refused_with_what_there_is(
-    world: World, needs: dict[str, Any], param: str
+    world: World, needs: dict[str, Any], param: str, unmet: str
 ) -> None:
     router = world.add(ME, FakeRing(provided={"fox": (ENTRY, OTHER, THIRD)}, offered=OFFERED))
 
@@ -896,10 +900,90 @@ def test_a_need_that_no_provider_meets_is_refused_with_what_there_is(
             await all_of(router, replace(FOX, **needs))
         assert refused.value.name == param
         assert str(refused.value) == (
-            f"No provider of `fox` has what the request needs: entry ({short(ENTRY)}) bf16 with"
-            f" 2048 tokens, other ({short(OTHER)}) int4 with 4096 tokens, {short(THIRD)} of unknown"
-            " precision with an unknown number of tokens"
+            f"Nothing meets {unmet}: `fox` is served in bf16 by provider entry ({short(ENTRY)})"
+            f" with context 2048, and in int4 by provider other ({short(OTHER)}) with context 4096,"
+            f" and in unknown precision by provider {short(THIRD)} with unknown context"
         )
+
+    world.run(story)
+    assert world.sent == []
+
+
+BESIDE: dict[str, Any] = {
+    "replicas": {"fox": (ENTRY,), "alias": (ENTRY,)},
+    "sizes": {"fox": ModelOffer("fox", "int8", 4096), "alias": ModelOffer("fox", "int8", 4096)},
+    "provided": {"fox": (OTHER,)},
+    "offered": {OTHER: ModelOffer("fox", "bf16", 32768)},
+}
+"""A ring and a provider that serve one model."""
+SERVED = (
+    "`fox` is served in int8 by a ring with context 4096, and in bf16 by provider"
+    f" other ({short(OTHER)}) with context 32768"
+)
+
+
+@pytest.mark.parametrize(
+    ("needs", "at"),
+    [
+        ({}, ENTRY),
+        ({"min_bits": 8, "min_context": 4096}, ENTRY),
+        ({"needs_exact": True}, ENTRY),
+        ({"min_bits": 16}, OTHER),
+        ({"min_context": 4097}, OTHER),
+        ({"min_bits": 16, "min_context": 32768}, OTHER),
+        ({"min_bits": 16, "model": "alias"}, OTHER),
+    ],
+    ids=["nothing", "both", "exact", "precision", "context", "more of both", "alias"],
+)
+def test_a_request_goes_to_the_provider_of_a_ring_s_model_if_only_it_has_what_it_needs(
+    world: World, needs: dict[str, Any], at: NodeId
+) -> None:
+    router = world.add(ME, FakeRing(**BESIDE, exact=frozenset({ENTRY})))
+    for node in (ENTRY, OTHER):
+        world.add(node, FakeRing(attempts=[answer()]))
+
+    async def story() -> None:
+        assert text_of(await all_of(router, replace(FOX, **needs))) == TEXT
+
+    world.run(story)
+    (asked,) = world.rings[at].asked
+    assert asked.model == "fox"
+
+
+@pytest.mark.parametrize(
+    ("needs", "param", "said"),
+    [
+        ({"min_bits": 32}, "min_precision", f"Nothing meets `meshllm.min_precision`: {SERVED}"),
+        ({"min_context": 32769}, "min_context", f"Nothing meets `meshllm.min_context`: {SERVED}"),
+        (
+            {"needs_exact": True, "min_bits": 16},
+            "min_precision",
+            f"Nothing meets `meshllm.exact` and `meshllm.min_precision`: {SERVED}",
+        ),
+        (
+            {"needs_exact": True},
+            "exact",
+            f"The ring of entry ({short(ENTRY)}) is not bit-identical to transformers, and no"
+            f" provider is: {SERVED}",
+        ),
+        (
+            {"min_bits": 16, "trusted": ("entry",)},
+            "min_precision",
+            "Nothing meets `meshllm.min_precision`: `fox` is served in int8 by a ring with context"
+            " 4096",
+        ),
+    ],
+    ids=["precision", "context", "exact and precision", "exact", "not trusted"],
+)
+def test_a_need_that_neither_ring_nor_provider_meets_is_refused_with_what_there_is(
+    world: World, needs: dict[str, Any], param: str, said: str
+) -> None:
+    router = world.add(ME, FakeRing(**BESIDE))
+
+    async def story() -> None:
+        with pytest.raises(WrongField) as refused:
+            await all_of(router, replace(FOX, **needs))
+        assert (refused.value.name, str(refused.value)) == (f"meshllm.{param}", said)
 
     world.run(story)
     assert world.sent == []
@@ -1310,7 +1394,7 @@ def test_no_provider_answers_what_must_be_exact(world: World) -> None:
     world.add(ENTRY, FakeRing(attempts=[answer()]))
 
     async def story() -> None:
-        with pytest.raises(WrongField, match="not bit-identical") as refused:
+        with pytest.raises(WrongField, match=r"Nothing meets `meshllm\.exact`: ") as refused:
             await all_of(router, replace(FOX, needs_exact=True))
         assert refused.value.name == "meshllm.exact"
 

@@ -280,6 +280,29 @@ def test_models_are_served_with_the_terms_of_the_mesh_and_stopped() -> None:
     assert differing(merged, CHARTER) == [*(term.name for term in said.terms)]
 
 
+def test_the_precision_of_a_model_is_its_quantisation_or_data_type() -> None:
+    assert CHARTER.precision == "float32"
+    assert replace(CHARTER, quant=Quant.INT8).precision == "int8"
+
+
+@pytest.mark.parametrize(
+    ("terms", "readers"),
+    [
+        ({}, {A, B}),
+        ({"entries": (A,)}, {A}),
+        ({"ends": Ends.CLIENT}, set()),
+        ({"entries": (A,), "ends": Ends.CLIENT}, set()),
+    ],
+    ids=["all", "entries", "client", "both"],
+)
+def test_a_provider_reads_prompts_where_an_entry_may(
+    terms: dict[str, Any], readers: set[NodeId]
+) -> None:
+    charter = replace(CHARTER, **terms)
+
+    assert {node for node in (A, B) if charter.may_read(node)} == readers
+
+
 def test_a_model_is_found_by_name_alias_and_prefix_in_this_order() -> None:
     first, second = model(1, aliases=("m2", "other")), model(2)
     charter = serving(first, second)
