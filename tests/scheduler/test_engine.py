@@ -111,6 +111,15 @@ def test_an_engine_that_merges_them_reads_the_weights_once() -> None:
     assert rate == pytest.approx(1 / period.base)
 
 
+def test_a_longer_cache_slows_an_engine_that_merges() -> None:
+    merging = engine(merging=True, cached_s=1e-6)
+
+    period, rate = merging.mixed(10, 1000, merging.prefill(64))
+
+    assert period.slope > 0
+    assert 1 / rate == pytest.approx(period.base + 1000 * period.slope)
+
+
 def test_chunks_get_what_steps_leave_of_a_ring() -> None:
     ring = engine(4, LinkSpeed(0.020))
     prefill = ring.prefill(640)

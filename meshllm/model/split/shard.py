@@ -24,7 +24,7 @@ from meshllm.errors import ModelError
 from meshllm.model.split.kv_cache import SpanCache
 from meshllm.model.split.rope import pin_frequencies
 from meshllm.model.split.skeleton import Part, Skeleton
-from meshllm.model.split.stubs import EndOfSpan, LayerStub, first
+from meshllm.model.split.stubs import EndOfSpan, LayerStub, first, with_first
 from meshllm.model.wire.payload import RowFormat
 from meshllm.names import Quant
 
@@ -164,23 +164,23 @@ class Shard:
         self, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Replace the hidden state that is passed to layer 0."""
-        if args:
-            return (self._input, *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": self._input}
+        return with_first(args, kwargs, self._input)
 
 
 def _install_hooks(shard: Shard, layers: nn.ModuleList) -> LayerStub | None:
     """Install the hooks where hidden states enter and leave; return the stub of entry, if any."""
     stub = None
     if not shard.embed and shard.span.start:
-        stub = layers[shard.span.start - 1]
+        before = layers[shard.span.start - 1]
+        assert isinstance(before, LayerStub)
+        stub = before
     elif not shard.embed:
         layers[0].register_forward_pre_hook(shard._enter, with_kwargs=True)
     if not shard.head and shard.span:
         layers[shard.span.stop - 1].register_forward_hook(_stop_after)
     elif not shard.head:
         layers[0].register_forward_pre_hook(_stop_before, with_kwargs=True)
-    return stub if isinstance(stub, LayerStub) else None
+    return stub
 
 
 def _stop_after(_layer: nn.Module, _args: Any, output: Any) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+_HIDDEN = "hidden_states"  # the parameter of every family's layers
+
 
 class Stub(nn.Module):
     """Replaces a module without registering it, so that its parameters are not part of ours."""
@@ -71,5 +73,12 @@ class EndOfSpan(Exception):
 
 def first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Return the hidden state from the arguments of a layer."""
-    hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+    hidden: Tensor = args[0] if args else kwargs[_HIDDEN]
     return hidden
+
+
+def with_first(
+    args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a layer with another hidden state."""
+    return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {_HIDDEN: hidden})

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshllm.errors import ModelError
 from meshllm.model.files.source import Source, resolve
 from meshllm.model.split.kv_cache import Rows, SpanCache
 from meshllm.model.split.received_rows import ReceivedRows
@@ -118,6 +119,17 @@ def test_a_layer_that_was_not_handed_over_leaves_the_piece_empty(source: Source)
 
     assert mine.length == 0
     assert mine.parts[0].get_seq_length(2) == 0
+
+
+def test_rows_that_do_not_continue_those_before_them_are_refused() -> None:
+    received, rows = ReceivedRows(), torch.ones(1, 2, 3, 8)
+    received.add(2, 0, 4, rows)
+
+    with pytest.raises(ModelError, match=r"float32 rows of shape \[1, 2, 3, 4\] at 4 behind 3 of"):
+        received.add(2, 4, 4, rows)
+    received.add(2, 3, 4, rows)
+
+    assert received.layers[2][0].used == 6
 
 
 @pytest.mark.parametrize("change", ["heads", "width", "values", "type"])

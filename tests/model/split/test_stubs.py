@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshllm.model.split.stubs import EndStub, LayerStub, first
+from meshllm.model.split.stubs import EndStub, LayerStub, first, with_first
 
 HIDDEN = torch.ones(1, 2, 4)
 
@@ -55,3 +55,13 @@ def test_a_norm_or_projection_returns_the_hidden_state() -> None:
 def test_the_hidden_state_is_the_first_argument_or_the_keyword_of_that_name() -> None:
     assert first((HIDDEN, None), {}) is HIDDEN
     assert first((), {"mask": None, "hidden_states": HIDDEN}) is HIDDEN
+
+
+def test_another_hidden_state_replaces_that_of_a_layer() -> None:
+    other = HIDDEN * 2
+
+    assert with_first((HIDDEN, "mask"), {"x": 1}, other) == ((other, "mask"), {"x": 1})
+    assert with_first((), {"hidden_states": HIDDEN, "x": 1}, other) == (
+        (),
+        {"hidden_states": other, "x": 1},
+    )

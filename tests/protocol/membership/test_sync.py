@@ -57,6 +57,7 @@ def test_own_records_are_signed_and_counted() -> None:
 
     assert all(item.is_signed(MESH) for item in items)
     assert [(item.incarnation, item.seq) for item in items] == [(7, 1), (7, 2), (1, 0)]
+    assert [bool(item.credential) for item in items] == [True, False, True]
     assert node.own() == items[:2]
 
 
