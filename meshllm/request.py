@@ -279,7 +279,7 @@ class Waiting:
     """No ring serves the model yet; the node that was asked says so while a request waits."""
 
     reason: str
-    """What is waited for, for people."""
+    """What is waited for, for people; empty if that is there now, and the ring computes."""
 
 
 @dataclass(frozen=True, slots=True)

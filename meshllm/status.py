@@ -91,13 +91,16 @@ class ModelStatus:
     rings: int = 0
     """Rings that serve it now."""
     offers: tuple[ProviderOffer, ...] = ()
-    """Those of `providers`, in the same order; empty if an earlier version reports. Of a model
-    of rings those of providers of its name, which answer what needs more than the rings have."""
+    """Those of `providers`, in the same order; empty if there are too many to list, or an earlier
+    version reports."""
+    beside: tuple[ProviderOffer, ...] = ()
+    """Of a model of rings: those of providers of its name, which answer what needs more than the
+    rings have."""
 
     @property
     def is_uniform(self) -> bool:
         """Whether all that serve it are alike: rings without providers, or one provider."""
-        return len(self.providers) == 1 or not (self.providers or self.offers)
+        return len(self.providers) == 1 or not (self.providers or self.beside)
 
     @property
     def weight_precision(self) -> str:

@@ -47,7 +47,7 @@ LINK = {"round_trip_ms", "path", "path_reason", "address", "bytes_sent", "bytes_
         "heard_s", "clock_s"}  # fmt: skip
 MODEL = {"name", "layers", "hidden_size", "dtype", "quant", "context", "fingerprint",
          "providers", "precision", "aliases", "key", "replicas", "epoch", "exact",
-         "rings", "offers"}  # fmt: skip
+         "rings", "offers", "beside"}  # fmt: skip
 STATUS = {"mesh", "node", "name", "version", "model", "ring", "nodes", "sessions", "listening",
           "networks", "since_s", "memory", "warnings", "provided", "rings",
           "models", "client", "unanswered"}  # fmt: skip

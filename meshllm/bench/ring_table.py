@@ -64,7 +64,7 @@ class RingBenchmark:
     """Device of all contestants, see `model.device.choose`."""
 
     def tokens_of(self, number: int) -> int:
-        """Return the new tokens of a round; in round 0, the warm-up, a ring settles its steps."""
+        """Return the new tokens of a round; in round 0, the warm-up, replay begins."""
         return self.new_tokens if number else max(self.new_tokens, STEPS_BEFORE_REPLAY + 1)
 
 

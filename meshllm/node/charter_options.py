@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
-from meshllm.errors import ModelError, UserError
+from meshllm.errors import ModelError, ModelMissing, UserError
 from meshllm.model.shape import ModelShape
 from meshllm.names import Digest, NodeId, Quant, show
 from meshllm.node.node_names import Profiles, resolve_names
@@ -130,7 +130,7 @@ def stop(charter: Charter, name: str) -> Charter:
     """Return the charter of a mesh that no longer serves a model.
 
     Raises:
-        ModelError: the mesh does not serve it.
+        ModelMissing: the mesh does not serve it.
         UserError: it is the first model of the mesh.
     """
     found = charter.find(name) if name else None
@@ -144,10 +144,10 @@ def stop(charter: Charter, name: str) -> Charter:
     return replace(charter, models=tuple(each for each in charter.models if each.key != found.key))
 
 
-def not_served(charter: Charter, name: str) -> ModelError:
+def not_served(charter: Charter, name: str) -> ModelMissing:
     """Return the error that a mesh does not serve a model."""
     listed = ", ".join(f"`{each.shape.name}`" for each in charter.served)
-    return ModelError(f"The mesh does not serve `{name[:100]}`", hint=f"served: {listed}")
+    return ModelMissing(f"The mesh does not serve `{name[:100]}`", hint=f"served: {listed}")
 
 
 def _changes(model: Charter, asked: ModelOptions) -> dict[str, Any]:

@@ -335,6 +335,11 @@ class MeshClient:
         _ = model
         return False
 
+    def awaited(self, model: str) -> str:
+        """Return nothing: the ingress knows what its rings wait for."""
+        _ = model
+        return ""
+
     def of_rings(self, model: str) -> ModelOffer | None:
         """Return None: the ingress knows what its rings have."""
         _ = model

@@ -67,8 +67,8 @@ class NodeControl:
     """Measures the memory of the process."""
     add_model: Callable[[ModelOptions], Awaitable[Charter]]
     stop_model: Callable[[str], None]
-    awaited: Callable[[str], str]
-    """Takes a model; returns why requests for it wait, empty if they wait for no ring."""
+    awaited: Callable[[Request], str]
+    """See `RequestRouter.awaited`."""
     _trial: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def status(self) -> MeshStatus:
@@ -177,7 +177,7 @@ class NodeControl:
         """Yield the events of a request; see `RequestRouter.generate`, and `Waiting` before."""
         if self.snapshot().is_leaving:
             raise Leaving("This node is leaving the mesh", hint="ask another node")
-        return telling_waits(self.answer(request), partial(self.awaited, request.model))
+        return telling_waits(self.answer(request), partial(self.awaited, request))
 
 
 def control_of(node: MeshNode) -> NodeControl:
@@ -193,7 +193,7 @@ def control_of(node: MeshNode) -> NodeControl:
         partial(_measured, node),
         node.charter_editor.serve_model,
         node.charter_editor.stop_model,
-        node.rings.awaited,
+        node.router.awaited,
     )
     node.router.peers.list_models = lambda: models_to_json(models(node.view()))
     return control

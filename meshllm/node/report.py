@@ -19,6 +19,7 @@ from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import (
     DIGEST_PART_BYTES,
     Lifecycle,
+    ModelOffer,
     Profile,
     StateRecord,
 )
@@ -265,7 +266,7 @@ def model_status(view: NodeView, charter: Charter) -> ModelStatus:
         epoch=plans[0].epoch if plans else 0,
         is_exact=any(is_exact(charter, each, view.profiles) for each in plans),
         rings=sum(each.is_served and each.group.charter.key == charter.key for each in view.rings),
-        offers=tuple(_offers(view, charter).get(shape.name, ())),
+        beside=tuple(_offers(view, charter).get(shape.name, ())),
     )
 
 
@@ -290,9 +291,12 @@ def _offers(view: NodeView, charter: Charter | None = None) -> dict[str, list[Pr
         state, is_reader = view.states.get(node), charter is None or charter.may_read(node)
         if state and is_reader and node in view.alive and state.lifecycle is Lifecycle.SERVING:
             name = _name(view, node) or short(node)
-            for offer in state.offers:
+            own: dict[str, ModelOffer] = {}
+            for offer in state.offers:  # the first of a name counts, as for requests
+                own.setdefault(offer.model, offer)
+            for model, offer in own.items():
                 told = ProviderOffer(name, offer.precision, offer.context)
-                offers.setdefault(offer.model, []).append(told)
+                offers.setdefault(model, []).append(told)
     return offers
 
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from meshllm.bench.ring_table import TRANSFORMERS
 from meshllm.names import Quant
 
-MESHLLM, LLAMA, LIMIT = "meshllm", "llama.cpp", "the limit"
-"""Of memory bandwidth."""
+MESHLLM, LLAMA = "meshllm", "llama.cpp"
+LIMIT = "the limit"
+"""Of the memory bandwidth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class Verdict:
 
     @property
     def is_met(self) -> bool:
-        """Whether the ratio, as printed, is at least the goal."""
+        """Whether the ratio is at least the goal, before it is rounded."""
         return self.ratio >= self.least
 
     def __str__(self) -> str:

@@ -29,7 +29,7 @@ from meshllm.names import Quant
 from meshllm.request import Request
 from tests.bench.conditions import conditions, load_of_others, progress
 from tests.bench.gguf_file import write_gguf
-from tests.bench.goals import LLAMA, RINGS_LEAST, Verdict
+from tests.bench.goals import LLAMA, MESHLLM, RINGS_LEAST, Verdict
 from tests.bench.report import Report, parser_of
 
 SERVER, BENCH = "ggml-rpc-server", "llama-bench"
@@ -118,7 +118,7 @@ async def line_up(
             )
             return ms_of((await done.communicate())[0].decode())
 
-        yield {"meshllm": ring, "llama.cpp": llama}
+        yield {MESHLLM: ring, LLAMA: llama}
     file.unlink()
 
 
@@ -138,7 +138,7 @@ async def measure(folder: Path, quant: Quant, options: Namespace) -> Row:
                 spent = await peers[name]()
                 if number:
                     found.setdefault(name, []).append(spent)
-    own, other = (statistics.median(found[name]) for name in ("meshllm", "llama.cpp"))
+    own, other = (statistics.median(found[name]) for name in (MESHLLM, LLAMA))
     return Row(quant, options.nodes, own, other, other / own)
 
 

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -341,24 +341,32 @@ def main(args: Sequence[str] | None = None) -> int:
     about = conditions(options, others, gb_per_s=limits)
     report.say(*(f"{name}: {value}" for name, value in about.items()), *table(rows))
     goals = list(judge(rows))
-    rings = measure_rings(options)
-    if rings:
-        report.say(*peer_rings.table(rings))
-        goals += peer_rings.judge(rings)
     report.say(*map(str, goals))
-    report.write(rows, **about, rings=rings, goals=goals)
+    try:
+        about |= ring_rows(options, {row.width for row in rows if row.name == MESHLLM}, report)
+    finally:  # a ring may fail to form
+        report.write(rows, **about, goals=goals)
     return 0
 
 
-def measure_rings(options: Namespace) -> list[peer_rings.Row]:
-    """Measure rings of two processes, unless llama.cpp has no RPC or one process is asked for."""
+def ring_rows(options: Namespace, widths: Collection[str], report: Report) -> dict[str, object]:
+    """Measure and print rings; return their rows, the goals, and the load of others."""
+    with load_of_others() as others:
+        if not (rings := measure_rings(options, widths)):
+            return {}
+    goals = list(peer_rings.judge(rings))
+    report.say(*peer_rings.table(rings), *map(str, goals))
+    return {"rings": rings, "goals_of_rings": goals, "others_of_rings": others}
+
+
+def measure_rings(options: Namespace, widths: Collection[str]) -> list[peer_rings.Row]:
+    """Measure rings of two processes, unless llama.cpp has no RPC; not for quick looks."""
     has_servers = options.llama and (options.llama / peer_rings.SERVER).exists()
-    if not has_servers or options.quick or options.cpu_time:
+    if not (has_servers and widths) or options.quick or options.cpu_time:
         return []
     given = ["--model", options.model, "--llama", str(options.llama)]
     given += [] if options.layers is None else ["--layers", str(options.layers)]
-    ring_options = peer_rings.parse([*given, "--quants", ",".join(options.quants)])
-    return peer_rings.measure_all(ring_options)
+    return peer_rings.measure_all(peer_rings.parse([*given, "--quants", ",".join(widths)]))
 
 
 if __name__ == "__main__":

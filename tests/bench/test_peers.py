@@ -156,10 +156,10 @@ def test_rings_follow_where_llama_has_servers(
     given = {"model": "tiny", "layers": 2, "quants": [Quant.INT8], "llama": tmp_path}
     options = Namespace(**given, quick=False, cpu_time=False)
 
-    assert peers.measure_rings(options) == []
+    assert peers.measure_rings(options, {"int8"}) == []
     (tmp_path / peer_rings.SERVER).touch()
-    assert peers.measure_rings(options) == [row]
-    assert peers.measure_rings(Namespace(**given, quick=True, cpu_time=False)) == []
+    assert peers.measure_rings(options, {"int8"}) == [row]
+    assert peers.measure_rings(Namespace(**given, quick=True, cpu_time=False), {"int8"}) == []
 
     (asked_for,) = asked
     assert (asked_for.model, asked_for.layers, asked_for.quants) == ("tiny", 2, [Quant.INT8])

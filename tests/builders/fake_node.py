@@ -92,7 +92,7 @@ class FakeNode:
         status = mesh_status()
         assert status.model
         known = replace(status.model, fingerprint="fp_0123456789ab")
-        model = replace(known, name=self.served, offers=self.beside) if self.served else None
+        model = replace(known, name=self.served, beside=self.beside) if self.served else None
         status = replace(status, model=model, provided=self.provided)
         state = RingState.FORMING if self.waits_for else RingState.SERVING
         return with_ring(status, entry=self.entry, state=state, reason=self.waits_for)

@@ -36,7 +36,7 @@ class Owned:
         self.control = NodeControl(
             lambda: self.view, KEYS[0], self.invite, self.expel, self.revoke, self.changes,
             self.answer, self.measure, self.add_model, self.stopped.append,
-            lambda model: self.awaited.get(model, ""),
+            lambda request: self.awaited.get(request.model, ""),
         )  # fmt: skip
 
     async def invite(

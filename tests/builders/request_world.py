@@ -108,6 +108,9 @@ class FakeRing:
     def is_provided(self, model: str) -> bool:
         return bool(model) and model not in self.replicas.keys() | self.groups.keys()
 
+    def awaited(self, model: str) -> str:
+        return "" if self.at else "they sleep"
+
     def of_rings(self, model: str) -> ModelOffer | None:
         return self.sizes.get(model)
 

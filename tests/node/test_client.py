@@ -97,6 +97,9 @@ class Inn(House):
     def is_provided(self, model: str) -> bool:
         return bool(model)
 
+    def awaited(self, model: str) -> str:
+        return ""
+
     def of_rings(self, model: str) -> ModelOffer | None:
         return None
 

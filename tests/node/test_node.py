@@ -688,7 +688,7 @@ async def test_models_of_engines_are_answered_through_every_node(
 def offered(node: MeshNode) -> bool:
     """Return whether an engine serves the model of the ring, which serves too."""
     (model,) = report_of(node).models
-    return bool(model.rings and model.offers)
+    return bool(model.rings and model.beside)
 
 
 @pytest.mark.socket

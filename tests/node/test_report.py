@@ -412,12 +412,13 @@ async def test_each_provider_says_what_it_has(node: Owned) -> None:
 async def test_providers_of_a_ring_s_model_are_told_with_it(node: Owned) -> None:
     charter = node.view.rings[0].group.charter
     offer = ModelOffer(charter.shape.name, "fp32", 8192)
-    node.view = with_state(node.view, B, offers=(offer,), lifecycle=Lifecycle.SERVING)
+    twice = offer, replace(offer, precision="int4")  # the first counts
+    node.view = with_state(node.view, B, offers=twice, lifecycle=Lifecycle.SERVING)
 
     (model,) = await node.control.models()
 
     assert (model.providers, model.is_uniform) == ((), False)
-    assert model.offers == (ProviderOffer("there", "fp32", 8192),)
+    assert model.beside == (ProviderOffer("there", "fp32", 8192),)
 
 
 def test_each_ring_of_the_node_has_its_own_status(node: Owned) -> None:

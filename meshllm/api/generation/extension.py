@@ -51,10 +51,10 @@ class Needs:
 
     def choose(self, model: ModelStatus) -> ModelStatus:
         """Return the model as its providers serve it if one has the sizes that its rings lack."""
-        if not model.offers or self._has(model.weight_precision, model.context):
+        if not model.beside or self._has(model.weight_precision, model.context):
             return model
-        able = not self.exact and any(self._has(it.precision, it.context) for it in model.offers)
-        return of_providers(model.name, model.offers) if able else model
+        able = not self.exact and any(self._has(it.precision, it.context) for it in model.beside)
+        return of_providers(model.name, model.beside) if able else model
 
     def check(self, model: ModelStatus) -> None:
         """Raise `WrongField` if a model does not have what the request needs.

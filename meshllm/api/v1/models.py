@@ -33,7 +33,7 @@ def _model(model: ModelStatus) -> dict[str, Any]:
         "key": model.key,
         "rings": model.rings,
         "providers": list(model.providers),
-        "offers": [_known(to_json(each)) for each in model.offers],
+        "offers": [_known(to_json(each)) for each in (*model.offers, *model.beside)],
     }
     return {
         "id": model.name,

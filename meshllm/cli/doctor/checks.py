@@ -7,7 +7,7 @@ import stat
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]  # ships no types
@@ -54,6 +54,10 @@ class _Known:
     findings: tuple[Finding, ...]
 
 
+_IMPORT_ERRORS = ImportError, OSError, RuntimeError, AttributeError, ValueError, TypeError
+"""Of a missing shared library, or of versions that do not fit each other."""
+
+
 class _BrokenInstallation(MeshError):
     """Torch, transformers or a library that they need cannot be imported."""
 
@@ -82,11 +86,18 @@ def examine(
     yield check_load(os.getloadavg()[0], usable_cores(), allowed_cores())
     yield from check_inference(chosen)
     yield from check_transports(transports, Registry.discover())
-    parts = (f"{name} {version(name)}" for name in ("torch", "transformers"))
+    parts = map(_version_of, ("torch", "transformers"))
     found = ", ".join(
         (f"meshllm {meshllm.__version__}, python {platform.python_version()}", *parts)
     )
     yield Finding("ok", "versions", found)
+
+
+def _version_of(name: str) -> str:
+    try:
+        return f"{name} {version(name)}"
+    except PackageNotFoundError:
+        return f"{name} not installed"
 
 
 def check_state(folder: Path) -> Iterator[Finding]:
@@ -242,6 +253,8 @@ def check_inference(chosen: Settings) -> Iterator[Finding]:
             yield from check_whole_model(change(chosen, {"model": name}))
     except _BrokenInstallation as error:
         yield Finding("fail", "torch", str(error), error.hint or "")
+    except PackageNotFoundError as error:
+        yield Finding("fail", "torch", f"{error.name} is not installed", "install meshllm again")
 
 
 def check_device(wanted: str) -> Finding:
@@ -283,7 +296,7 @@ def check_whole_model(chosen: Settings) -> Iterator[Finding]:
 def _import_checks() -> None:
     try:
         import_heavy(_WITH_TORCH)
-    except (ImportError, OSError) as error:  # such as for lack of a shared library
+    except _IMPORT_ERRORS as error:
         reason = str(error).strip().partition("\n")[0]
         raise _BrokenInstallation(
             f"torch or transformers cannot be imported: {reason}",
@@ -292,8 +305,11 @@ def _import_checks() -> None:
 
 
 def is_busy() -> bool:
-    """Whether the load of the last minute, to which this process adds, exceeds the usable cores."""
-    return os.getloadavg()[0] > usable_cores()
+    """Whether the load of the last minute exceeds the cores on which this process may run.
+
+    The load is that of the machine, to which this process adds, whatever its CPU quota.
+    """
+    return os.getloadavg()[0] > allowed_cores()
 
 
 def check_transports(named: Sequence[str], registry: Registry) -> Iterator[Finding]:

@@ -327,7 +327,7 @@ def _is_first(ring: ServedRing, status: MeshStatus) -> bool:
 
 
 def _provided(status: MeshStatus, most: int | None) -> str:
-    beside = (of_providers(each.name, each.offers) for each in status.models if each.offers)
+    beside = (of_providers(each.name, each.beside) for each in status.models if each.beside)
     rows = [
         (
             cut(each.name),

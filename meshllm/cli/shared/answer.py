@@ -73,7 +73,7 @@ def _cut(request: Request, answer: Answer, *, may_outline: bool) -> list[str]:
 
 def _progress(event: Waiting | Prefilled) -> str:
     if isinstance(event, Waiting):
-        return f"waiting: {render.one_line(event.reason)}"
+        return f"waiting: {render.one_line(event.reason)}" if event.reason else "prefill"
     return f"prefill, {event.done} of {event.total} tokens"
 
 

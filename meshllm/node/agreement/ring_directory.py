@@ -96,8 +96,7 @@ class RingDirectory:
                 if entries := self.serving_entries(model):
                     return entries
                 if wanted := self._wanted(model):
-                    is_unloaded = self._followed(wanted) is None
-                    self._loads.ask(wanted.key, is_unloaded=is_unloaded)
+                    self._loads.ask(wanted.key, has_plan=self._followed(wanted) is not None)
                 await news.wait()
 
     async def watch_loads(self) -> None:
@@ -111,8 +110,10 @@ class RingDirectory:
         wanted = self._wanted(model.hex())
         if wanted is None or not self._own.use.is_used(model):
             self._loads.forget(model)
-        elif self.serving_entries(model.hex()):
-            plan = self._followed(wanted)
+            return
+        if plan := self._followed(wanted):
+            self._loads.begin(model)
+        if self.serving_entries(model.hex()):
             self._loads.served(model, _span_bytes(wanted, plan.stages if plan else ()))
 
     def retry_s(self, model: str, waited_s: float) -> int:
@@ -171,8 +172,8 @@ class RingDirectory:
         return at.reason
 
     def awaited(self, model: str = "") -> str:
-        """Return why requests for a model wait; empty if they do not wait for a ring."""
-        if self.is_provided(model) or self.serving_entries(model):
+        """Return why requests for a model wait for its rings; empty if one serves."""
+        if self.serving_entries(model):
             return ""
         wanted = self._wanted(model)
         of_model = f" of `{wanted.shape.name}`" if wanted else ""

@@ -45,7 +45,7 @@ SHORTEST_S = 0.001  # s of a wait; a shorter one may end, by rounding, before it
 TRIAL_BYTES = 64 << 20  # of the matrix of `calibrate`
 TRIAL_ROUNDS = 3  # in each of which all numbers of threads have a trial
 PRODUCTS = 20  # of a trial at most
-TRIALS_S = 0.25  # s of all trials; a trial is longer than another program's time slice, a few ms
+TRIALS_S = 0.25  # s of all trials; of wide layers one takes longer than a time slice, a few ms
 NEAR_BEST = 1.05  # times the shortest time, up to which more threads are chosen
 
 P = ParamSpec("P")
@@ -317,7 +317,7 @@ def calibrate(cores: int, width: int, dtype: torch.dtype) -> int:
         return took_s / products
 
     rounds = [{threads: seconds(threads) for threads in counts} for _ in range(TRIAL_ROUNDS)]
-    best = most_threads(rounds)
+    best = choose_threads(rounds)
     torch.set_num_threads(best)
     return best
 
@@ -327,12 +327,15 @@ def thread_counts(cores: int) -> list[int]:
     return [*(1 << power for power in range((cores - 1).bit_length())), cores]
 
 
-def most_threads(rounds: Sequence[Mapping[int, float]]) -> int:
-    """Return the most threads that are about as fast as the fastest number.
+def choose_threads(rounds: Sequence[Mapping[int, float]]) -> int:
+    """Return one thread if no other number is faster, else the most that are about the fastest.
 
-    Each round has seconds by number of threads, of which the shortest count. A row is bound by the
-    memory, which a few threads may saturate; a prompt, bound by arithmetic, still gains by more.
+    Each round has seconds by number of threads, of which the shortest count. A few threads may
+    saturate the memory that a row is read from, while a prompt is bound by arithmetic. But if even
+    a second one saves nothing, cores are busy, or the matrix is too small for several threads.
     """
     shortest_s = {threads: min(each[threads] for each in rounds) for threads in rounds[0]}
     most_s = NEAR_BEST * min(shortest_s.values())
+    if shortest_s[1] <= most_s:
+        return 1
     return max(threads for threads, seconds in shortest_s.items() if seconds <= most_s)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 from meshllm.errors import PeerFault, UserError
 from meshllm.json_shape import check_shape
@@ -14,7 +15,13 @@ MAX_NUMBER_BYTES = 64 << 10
 
 
 def models_to_json(models: Sequence[ModelStatus]) -> bytes:
-    """Encode models, the first ones if all of them would be too long."""
+    """Encode models; what does not fit is left out: offers first, which any member can make long.
+
+    Of models that are too many even so, the first ones are listed.
+    """
+    models = tuple(models)
+    if len(_write(models)) > MAX_MODEL_LIST_BYTES:
+        models = tuple(replace(each, offers=(), beside=()) for each in models)
     left, listed = MAX_MODEL_LIST_BYTES - len(_write(())), list[ModelStatus]()
     for each in models:
         left -= len(_write((each,))) - len(_write(())) + 1

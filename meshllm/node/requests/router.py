@@ -147,7 +147,14 @@ class Ring(Protocol):
         ...
 
     def of_rings(self, model: str) -> ModelOffer | None:
-        """Return what the rings of a model have, by its name; None if there are none to know of."""
+        """Return what the rings of a model have, by its name; None if it is a provider's.
+
+        Also None on a client, whose ingress knows them.
+        """
+        ...
+
+    def awaited(self, model: str) -> str:
+        """Return why requests for a model wait for its rings; empty if one serves."""
         ...
 
     def offers(self, model: str) -> Mapping[NodeId, ModelOffer]:
@@ -270,10 +277,8 @@ class RequestRouter:
             MeshError: the request cannot be served, or no ring answered it.
         """
         request = self._scoped(self._with_ids(request, asker), asker)
-        if self._ring.is_provided(request.model):
-            answer = self._provided(request)
-        elif (ring := self._ring.of_rings(request.model)) and _lacks(ring, request, is_ring=True):
-            answer = self._provided(replace(request, model=ring.model))
+        if (model := self._provided_model(request)) is not None:
+            answer = self._provided(replace(request, model=model))
         else:
             answer = self._failing_over(request, asker)
         self.counts.active += 1
@@ -287,6 +292,18 @@ class RequestRouter:
             raise
         finally:
             self.counts.active -= 1
+
+    def awaited(self, request: Request) -> str:
+        """Return why a request waits for a ring; empty if one serves, or a provider is asked."""
+        is_provided = self._provided_model(request) is not None
+        return "" if is_provided else self._ring.awaited(request.model)
+
+    def _provided_model(self, request: Request) -> str | None:
+        """Return the name of the model that a provider is asked for; None if a ring is asked."""
+        if self._ring.is_provided(request.model):
+            return request.model
+        ring = self._ring.of_rings(request.model)
+        return ring.model if ring and _lacks(ring, request, is_ring=True) else None
 
     async def _failing_over(
         self, request: Request, asker: NodeId | None
@@ -353,9 +370,12 @@ class RequestRouter:
             return self._replicas.choose(left, request, Tried())
         if tried:
             raise list(tried.values())[-1]
+        name, hint = request.model[:100], "see `meshllm ring status` for the models that are served"
+        if any(not _lacks(offer, request) for offer in known.values()):
+            text = f"No trusted node provides `{name}` as the request needs it"
+            raise WrongField("meshllm.trust", text, hint=hint)
         if trusted or self._ring.of_rings(request.model):
             raise self._unmet(trusted, request)
-        name, hint = request.model[:100], "see `meshllm ring status` for the models that are served"
         if known:
             raise WrongField("meshllm.trust", f"No trusted node provides `{name}`", hint=hint)
         raise ModelMissing(f"No node provides `{name}`", hint=hint)
@@ -364,21 +384,24 @@ class RequestRouter:
         """Return the error of a need that nothing meets, with what there is."""
         ring, count = self._ring.of_rings(request.model), len(request.ids)
         lacks = {_lacks(offer, request) for offer in offers.values()}
-        longest = max((offer.context for offer in offers.values()), default=0)
-        if _PROMPT in lacks and longest < count:
-            text = (
-                f"This model's maximum context length is {longest} tokens; the prompt has {count}"
-            )
-            return ContextTooLong(text)
         if ring:
             lacks.add(_lacks(ring, request, is_ring=True))
-        needs = " and ".join(f"`{each}`" for each in sorted(lacks))
-        return WrongField(max(lacks), f"Nothing meets {needs}: {self._served(offers, request)}")
+        if lacks == {_PROMPT}:
+            longest = max(offer.context for offer in offers.values())
+            text = f"This model's maximum context length is {longest} tokens"
+            return ContextTooLong(f"{text}; the prompt has {count}")
+        needs = [f"`{each}`" for each in sorted(lacks - {_PROMPT})]
+        if _PROMPT in lacks:
+            needs.append(f"a prompt of {count} tokens")
+        text = f"Nothing meets {' and '.join(needs)}: {self._served(offers, request)}"
+        return WrongField(max(lacks - {_PROMPT}), text, hint="lower a need, or leave it out")
 
     def _served(self, offers: Mapping[NodeId, ModelOffer], request: Request) -> str:
         """Return a phrase about all that serve the model of a request."""
         ring = self._ring.of_rings(request.model)
-        listed = [_described(ring, "a ring")] if ring else []
+        is_there = not self._ring.awaited(request.model)
+        rings = "a ring" if is_there else "a ring, which does not serve now,"
+        listed = [_described(ring, rings)] if ring else []
         for node, offer in offers.items():
             listed.append(_described(offer, f"provider {self._ring.name_of(node)}"))
         return f"`{request.model[:100]}` is served {', and '.join(listed)}"
@@ -572,8 +595,8 @@ _PROMPT = "prompt"  # what a provider lacks if its context is too short for it
 def _lacks(offer: ModelOffer, request: Request, *, is_ring: bool = False) -> str:
     """Return the need of a request that an offer does not meet; empty if it meets all.
 
-    Of rings it is one that their nodes do not change: which are exact depends on these, and the
-    entry refuses a prompt that is too long.
+    Of the rings of a model only precision and context are compared here. Whether one is exact
+    depends on its nodes, see `_objection`, and the entry itself refuses a prompt that is too long.
     """
     if request.needs_exact and not is_ring:  # engines compute in their own way
         return "meshllm.exact"

@@ -6,7 +6,7 @@ from contextlib import aclosing
 
 from meshllm.request import Event, Waiting
 
-WAITING_S = 2.0  # s between two events of a request that waits
+WAITING_S = 2.0  # s between two events of a request that waits: a person sees that it goes on
 
 
 async def telling_waits(
@@ -14,14 +14,15 @@ async def telling_waits(
 ) -> AsyncGenerator[Event, None]:
     """Yield the events of an answer, and until the first one from time to time what is awaited.
 
-    ``awaited`` returns what that is, for people; nothing is said of an empty text.
+    ``awaited`` returns what that is, for people. An empty text ends a wait, and is told once.
     """
     async with aclosing(answer) as events:
-        first = asyncio.ensure_future(anext(events, None))
+        first, told = asyncio.ensure_future(anext(events, None)), ""
         try:
             while not (await asyncio.wait({first}, timeout=WAITING_S))[0]:
-                if reason := awaited():
+                if (reason := awaited()) or told:
                     yield Waiting(reason)
+                told = reason
         finally:
             first.cancel()
             await asyncio.gather(first, return_exceptions=True)

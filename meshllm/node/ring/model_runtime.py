@@ -132,7 +132,7 @@ class ModelRuntime:
         return other
 
     async def calibrate(self) -> None:
-        """Measure how many threads suffice for the best speed, unless a number is configured."""
+        """Choose the number of threads by measurement, unless one is configured."""
         if self.config.threads is None and self.device == CPU:
             await self.worker.run(calibrate, self.worker.cores, self.shape.hidden_size, self._dtype)
 

@@ -179,7 +179,7 @@ class _SessionState:
     def grow(self, data: Data) -> None:
         """Note that rows were written, behind which nothing is held.
 
-        What the entry does not call committed is so when more messages followed than are in flight.
+        Rows also count as committed once more messages followed them than are in flight.
         """
         self.kv_len = data.pos + data.rows
         self.committed = min(self.committed, data.pos)

@@ -3,6 +3,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import version
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -311,12 +312,15 @@ def test_a_machine_is_busy_if_its_load_exceeds_the_usable_cores(
     monkeypatch.setattr("psutil.cpu_count", lambda: 8)
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setattr("os.getloadavg", lambda: (2.5, 0.0, 0.0))
+    monkeypatch.setattr(hardware, "cpu_quota", lambda: inf)
 
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 3}, raising=False)
     assert checks.is_busy()
     assert "2" in hardware.fingerprint.__wrapped__()
 
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 3, 5}, raising=False)
+    assert not checks.is_busy()
+    monkeypatch.setattr(hardware, "cpu_quota", lambda: 2.0)  # the load is that of the machine
     assert not checks.is_busy()
 
 

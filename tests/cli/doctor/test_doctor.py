@@ -1,12 +1,14 @@
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 
 from meshllm.cli.doctor import checks
 from meshllm.cli.doctor.doctor import lay_out
 from meshllm.cli.doctor.finding import Finding
+from meshllm.cli.shared import model_record
 from meshllm.errors import LinkLost, MeshError
 from tests.builders.fake_client import FakeClient
 from tests.builders.status import status_of
@@ -87,7 +89,7 @@ def test_each_model_that_a_node_can_hold_is_checked(
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("kind", [ImportError, OSError])
+@pytest.mark.parametrize("kind", [ImportError, OSError, RuntimeError, ValueError])
 def test_a_broken_installation_of_torch_is_one_failed_check(
     meshllm: Invoke,
     node: FakeClient,
@@ -108,6 +110,22 @@ def test_a_broken_installation_of_torch_is_one_failed_check(
     assert failed["found"].endswith("imported: libcudart.so.12: cannot open shared object file")
     assert failed["advice"].startswith("install both again")
     assert {"memory", "transport", "versions"} <= {each["what"] for each in found}
+
+
+def test_torch_that_is_not_installed_is_one_failed_check(
+    meshllm: Invoke, node: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(checks, "version", version)
+    monkeypatch.setattr(model_record, "version", version)
+
+    result = meshllm("doctor", "--model", "builtin", "--device", "cpu", "--json")
+
+    found = {each["what"]: each for each in json.loads(result.stdout)["findings"]}
+    assert (result.exit_code, found["torch"]["found"]) == (1, "torch is not installed")
+    assert found["versions"]["found"].endswith("torch not installed, transformers not installed")
 
 
 @pytest.mark.parametrize(("verdict", "code"), [("ok", 0), ("warn", 0), ("fail", 1)])

@@ -176,7 +176,7 @@ def test_it_fits_a_narrow_terminal(columns: int) -> None:
 def test_providers_of_a_ring_s_model_are_listed() -> None:
     status = status_of(2)
     assert status.model
-    model = replace(status.model, offers=(ProviderOffer("gpu", "fp32", 8192),))
+    model = replace(status.model, beside=(ProviderOffer("gpu", "fp32", 8192),))
 
     text = lay_out(replace(status, models=(model,)), 80)
 

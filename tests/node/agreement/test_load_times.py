@@ -17,9 +17,13 @@ def run(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
     run_virtual(story())
 
 
-async def load(times: LoadTimes, *, is_unloaded: bool = True, span_bytes: int = 1000) -> None:
-    times.ask(BIG, is_unloaded=is_unloaded)
-    await asyncio.sleep(100)
+async def load(times: LoadTimes, *, has_plan: bool = False, span_bytes: int = 1000) -> None:
+    times.ask(BIG, has_plan=has_plan)
+    await asyncio.sleep(900)  # no node is free
+    times.begin(BIG)
+    await asyncio.sleep(60)
+    times.begin(BIG)  # another plan
+    await asyncio.sleep(40)
     times.served(BIG, span_bytes)
 
 
@@ -28,7 +32,10 @@ def test_a_load_tells_how_long_the_next_one_takes() -> None:
         times = LoadTimes()
         await load(times)
         assert not times.awaited
-        times.ask(SMALL, is_unloaded=True)
+        times.ask(SMALL, has_plan=False)
+        await asyncio.sleep(5)
+        assert times.retry_s(SMALL, 500) == 50
+        times.begin(SMALL)
         await asyncio.sleep(30)
         assert times.retry_s(SMALL, 500) == 20
         assert times.awaited == (SMALL,)
@@ -37,13 +44,13 @@ def test_a_load_tells_how_long_the_next_one_takes() -> None:
 
 
 @pytest.mark.parametrize(
-    "load_of", [{"is_unloaded": False}, {"span_bytes": 0}], ids=["had begun before", "no size"]
+    "load_of", [{"has_plan": True}, {"span_bytes": 0}], ids=["had begun before", "no size"]
 )
 def test_what_is_not_known_of_a_load_is_not_measured(load_of: dict[str, Any]) -> None:
     async def story() -> None:
         times = LoadTimes()
         await load(times, **load_of)
-        times.ask(SMALL, is_unloaded=True)
+        times.ask(SMALL, has_plan=False)
         await asyncio.sleep(30)
         assert times.retry_s(SMALL, 500) == 30  # that of the wait
 
@@ -53,12 +60,13 @@ def test_what_is_not_known_of_a_load_is_not_measured(load_of: dict[str, Any]) ->
 def test_later_requests_wait_for_the_same_load() -> None:
     async def story() -> None:
         times = LoadTimes()
-        for is_unloaded in (True, False):
-            times.ask(BIG, is_unloaded=is_unloaded)
+        for has_plan in (False, True):
+            times.ask(BIG, has_plan=has_plan)
+            times.begin(BIG)
             await asyncio.sleep(30)
         assert times.retry_s(BIG, 0) == 60
         times.served(BIG, 1000)
-        times.ask(BIG, is_unloaded=True)
+        times.ask(BIG, has_plan=False)
         assert times.retry_s(BIG, 1000) == 60
 
     run(story)
@@ -67,10 +75,10 @@ def test_later_requests_wait_for_the_same_load() -> None:
 def test_a_model_that_nobody_wants_any_more_is_not_measured() -> None:
     async def story() -> None:
         times = LoadTimes()
-        times.ask(BIG, is_unloaded=True)
+        times.ask(BIG, has_plan=False)
         await asyncio.sleep(500)
         times.forget(BIG)
-        await load(times, is_unloaded=False)
+        await load(times, has_plan=True)
         assert times.retry_s(BIG, 1000) == 1  # nobody waits
 
     run(story)

@@ -33,6 +33,16 @@ def test_a_list_that_would_be_too_long_has_the_first_models(aliases: tuple[str, 
     assert len(models_to_json(many[: len(listed) + 1])) == len(data)  # one more does not fit
 
 
+def test_offers_are_left_out_before_models() -> None:
+    offers = tuple(ProviderOffer(f"node {number}", "bf16", 2048) for number in range(5000))
+    models = [replace(RING, beside=offers), replace(FOX, offers=offers), replace(RING, name="last")]
+
+    listed = models_from_json(models_to_json(models))
+
+    assert [each.name for each in listed] == ["builtin", FOX.name, "last"]
+    assert not any(each.offers or each.beside for each in listed)
+
+
 def test_fields_of_a_later_version_are_ignored() -> None:
     fields = json.loads(models_to_json([FOX]))
     fields["models"][0]["colour"] = "red"

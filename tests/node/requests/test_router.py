@@ -968,12 +968,29 @@ def test_a_request_goes_to_the_provider_of_a_ring_s_model_if_only_it_has_what_it
         ),
         (
             {"min_bits": 16, "trusted": ("entry",)},
+            "trust",
+            "No trusted node provides `fox` as the request needs it",
+        ),
+        (
+            {"min_bits": 32, "ids": (1,) * 40_000},
             "min_precision",
-            "Nothing meets `meshllm.min_precision`: `fox` is served in int8 by a ring with context"
-            " 4096",
+            f"Nothing meets `meshllm.min_precision`: {SERVED}",
+        ),
+        (
+            {"min_context": 5000, "ids": (1,) * 40_000},
+            "min_context",
+            f"Nothing meets `meshllm.min_context` and a prompt of 40000 tokens: {SERVED}",
         ),
     ],
-    ids=["precision", "context", "exact and precision", "exact", "not trusted"],
+    ids=[
+        "precision",
+        "context",
+        "exact and precision",
+        "exact",
+        "not trusted",
+        "precision, long prompt",
+        "context, long prompt",
+    ],
 )
 def test_a_need_that_neither_ring_nor_provider_meets_is_refused_with_what_there_is(
     world: World, needs: dict[str, Any], param: str, said: str

@@ -78,3 +78,9 @@ def test_who_leaves_ends_the_answer() -> None:
         assert answer.is_closed
 
     run_virtual(story())
+
+
+def test_the_end_of_a_wait_is_told_once() -> None:
+    answer = Answer(4.5 * WAITING_S)
+
+    assert told(answer, ["it loads", "", "", ""]) == [Waiting("it loads"), Waiting(""), AT_LAST]

@@ -8,7 +8,7 @@ MINUTE = PastLoad(10_000, 60.0)
 
 
 @pytest.mark.parametrize(
-    ("waited_s", "span_bytes", "last", "told_s"),
+    ("loading_s", "span_bytes", "last", "told_s"),
     [
         (30.0, 10_000, MINUTE, 30),
         (30.0, 20_000, MINUTE, 90),
@@ -27,6 +27,11 @@ MINUTE = PastLoad(10_000, 60.0)
     ],
 )  # fmt: skip
 def test_a_load_takes_as_long_as_the_last_one_else_the_wait_doubles(
-    waited_s: float, span_bytes: int, last: PastLoad | None, told_s: int
+    loading_s: float, span_bytes: int, last: PastLoad | None, told_s: int
 ) -> None:
-    assert retry_s(waited_s, span_bytes, last) == told_s
+    assert retry_s(loading_s, loading_s, span_bytes, last) == told_s
+
+
+def test_the_time_without_a_plan_is_not_subtracted() -> None:
+    assert retry_s(300.0, 0.0, 10_000, MINUTE) == 60
+    assert retry_s(300.0, 61.0, 10_000, MINUTE) == 300
