@@ -366,7 +366,8 @@ def measure_rings(options: Namespace, widths: Collection[str]) -> list[peer_ring
         return []
     given = ["--model", options.model, "--llama", str(options.llama)]
     given += [] if options.layers is None else ["--layers", str(options.layers)]
-    return peer_rings.measure_all(peer_rings.parse([*given, "--quants", ",".join(widths)]))
+    quants = ",".join(each for each in options.quants if each in widths)
+    return peer_rings.measure_all(peer_rings.parse([*given, "--quants", quants]))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from meshllm.errors import ModelError, UserError
+from meshllm.errors import ModelError, ModelMissing, UserError
 from meshllm.model.capacity import shape_of
 from meshllm.model.files.source import resolve
 from meshllm.names import Digest, NodeId, Quant, show
@@ -193,7 +193,7 @@ def test_the_first_model_is_changed_and_always_served() -> None:
     with pytest.raises(UserError, match="first model of the mesh"):
         stop(first, "tiny")
     for unknown in ("fox", ""):
-        with pytest.raises(ModelError, match=f"does not serve `{unknown}`"):
+        with pytest.raises(ModelMissing, match=f"does not serve `{unknown}`"):
             stop(first, unknown)
 
 

@@ -15,8 +15,8 @@ class LoadTimes:
 
     def __init__(self) -> None:
         self._since: dict[ModelKey, float] = {}  # the first request of each, in loop time
-        self._unplanned: set[ModelKey] = set()  # those without a plan since then
-        self._begun: dict[ModelKey, float] = {}  # the first plan of each of these, in loop time
+        self._begun: dict[ModelKey, float] = {}  # when each was first seen to have a plan
+        self._unplanned: set[ModelKey] = set()  # those that were seen without one before
         self._last: PastLoad | None = None
 
     @property
@@ -28,19 +28,21 @@ class LoadTimes:
         """Note a request for a model that no ring serves, unless there was one before."""
         if model not in self._since:
             self._since[model] = loop_time()
-            if not has_plan:
-                self._unplanned.add(model)
+            self.look(model, has_plan=has_plan)
 
-    def begin(self, model: ModelKey) -> None:
-        """Note that an awaited model has a plan."""
-        if model in self._unplanned:
-            self._unplanned.remove(model)
-            self._begun[model] = loop_time()
+    def look(self, model: ModelKey, *, has_plan: bool) -> None:
+        """Note whether an awaited model has a plan; without one its load begins again."""
+        if has_plan:
+            self._begun.setdefault(model, loop_time())
+        else:
+            self._begun.pop(model, None)
+            self._unplanned.add(model)
 
     def served(self, model: ModelKey, span_bytes: int) -> None:
         """Note that a ring serves an awaited model, with so many bytes in its largest span."""
-        if model in self._begun and span_bytes:
-            self._last = PastLoad(span_bytes, loop_time() - self._begun[model])
+        seconds = loop_time() - self._begun.get(model, loop_time())
+        if model in self._unplanned and span_bytes and seconds:  # 0: it was loaded already
+            self._last = PastLoad(span_bytes, seconds)
         self.forget(model)
 
     def forget(self, model: ModelKey) -> None:

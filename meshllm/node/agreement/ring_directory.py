@@ -111,8 +111,8 @@ class RingDirectory:
         if wanted is None or not self._own.use.is_used(model):
             self._loads.forget(model)
             return
-        if plan := self._followed(wanted):
-            self._loads.begin(model)
+        plan = self._followed(wanted)
+        self._loads.look(model, has_plan=plan is not None)
         if self.serving_entries(model.hex()):
             self._loads.served(model, _span_bytes(wanted, plan.stages if plan else ()))
 

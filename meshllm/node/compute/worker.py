@@ -328,14 +328,13 @@ def thread_counts(cores: int) -> list[int]:
 
 
 def choose_threads(rounds: Sequence[Mapping[int, float]]) -> int:
-    """Return one thread if no other number is faster, else the most that are about the fastest.
+    """Return the most threads that are about as fast as any number of them, and faster than one.
 
     Each round has seconds by number of threads, of which the shortest count. A few threads may
-    saturate the memory that a row is read from, while a prompt is bound by arithmetic. But if even
-    a second one saves nothing, cores are busy, or the matrix is too small for several threads.
+    saturate the memory that a row is read from, while a prompt is bound by arithmetic. Several are
+    slower than one if other programs use the cores, or if the matrix is too small for them.
     """
     shortest_s = {threads: min(each[threads] for each in rounds) for threads in rounds[0]}
     most_s = NEAR_BEST * min(shortest_s.values())
-    if shortest_s[1] <= most_s:
-        return 1
-    return max(threads for threads, seconds in shortest_s.items() if seconds <= most_s)
+    able = (threads for threads, seconds in shortest_s.items() if seconds <= most_s)
+    return max(threads for threads in able if threads == 1 or shortest_s[threads] < shortest_s[1])

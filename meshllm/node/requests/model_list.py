@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from meshllm.errors import PeerFault, UserError
 from meshllm.json_shape import check_shape
@@ -13,15 +14,20 @@ from meshllm.strict_json import parse
 MAX_VALUES = 16_384  # a model has some 30, and seven for each provider
 MAX_NUMBER_BYTES = 64 << 10
 
+_DROPPED: tuple[dict[str, Any], ...] = {}, {"offers": ()}, {"beside": ()}
+"""What is left out of a list that is too long, one after the other: first what details
+`providers`, then those beside rings, without which clients are told that there are only rings."""
+
 
 def models_to_json(models: Sequence[ModelStatus]) -> bytes:
     """Encode models; what does not fit is left out: offers first, which any member can make long.
 
     Of models that are too many even so, the first ones are listed.
     """
-    models = tuple(models)
-    if len(_write(models)) > MAX_MODEL_LIST_BYTES:
-        models = tuple(replace(each, offers=(), beside=()) for each in models)
+    for dropped in _DROPPED:
+        models = tuple(replace(each, **dropped) for each in models)
+        if len(_write(models)) <= MAX_MODEL_LIST_BYTES:
+            return _write(models)
     left, listed = MAX_MODEL_LIST_BYTES - len(_write(())), list[ModelStatus]()
     for each in models:
         left -= len(_write((each,))) - len(_write(())) + 1

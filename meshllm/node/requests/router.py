@@ -400,7 +400,7 @@ class RequestRouter:
         """Return a phrase about all that serve the model of a request."""
         ring = self._ring.of_rings(request.model)
         is_there = not self._ring.awaited(request.model)
-        rings = "a ring" if is_there else "a ring, which does not serve now,"
+        rings = "a ring" if is_there else "a ring that has yet to form"
         listed = [_described(ring, rings)] if ring else []
         for node, offer in offers.items():
             listed.append(_described(offer, f"provider {self._ring.name_of(node)}"))

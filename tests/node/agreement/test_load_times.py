@@ -19,10 +19,15 @@ def run(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 async def load(times: LoadTimes, *, has_plan: bool = False, span_bytes: int = 1000) -> None:
     times.ask(BIG, has_plan=has_plan)
-    await asyncio.sleep(900)  # no node is free
-    times.begin(BIG)
+    if not has_plan:
+        await asyncio.sleep(500)  # no node is free
+        times.look(BIG, has_plan=True)
+        await asyncio.sleep(5)
+        times.look(BIG, has_plan=False)  # a node of the plan is lost
+        await asyncio.sleep(500)
+    times.look(BIG, has_plan=True)
     await asyncio.sleep(60)
-    times.begin(BIG)  # another plan
+    times.look(BIG, has_plan=True)  # another plan
     await asyncio.sleep(40)
     times.served(BIG, span_bytes)
 
@@ -35,7 +40,7 @@ def test_a_load_tells_how_long_the_next_one_takes() -> None:
         times.ask(SMALL, has_plan=False)
         await asyncio.sleep(5)
         assert times.retry_s(SMALL, 500) == 50
-        times.begin(SMALL)
+        times.look(SMALL, has_plan=True)
         await asyncio.sleep(30)
         assert times.retry_s(SMALL, 500) == 20
         assert times.awaited == (SMALL,)
@@ -62,7 +67,7 @@ def test_later_requests_wait_for_the_same_load() -> None:
         times = LoadTimes()
         for has_plan in (False, True):
             times.ask(BIG, has_plan=has_plan)
-            times.begin(BIG)
+            times.look(BIG, has_plan=True)
             await asyncio.sleep(30)
         assert times.retry_s(BIG, 0) == 60
         times.served(BIG, 1000)
@@ -80,5 +85,31 @@ def test_a_model_that_nobody_wants_any_more_is_not_measured() -> None:
         times.forget(BIG)
         await load(times, has_plan=True)
         assert times.retry_s(BIG, 1000) == 1  # nobody waits
+
+    run(story)
+
+
+def test_a_load_that_had_begun_has_taken_as_long_as_the_wait_at_least() -> None:
+    async def story() -> None:
+        times = LoadTimes()
+        await load(times)
+        times.ask(BIG, has_plan=True)
+        await asyncio.sleep(30)
+        assert times.retry_s(BIG, 1000) == 70
+        await asyncio.sleep(90)
+        assert times.retry_s(BIG, 1000) == 120  # longer than expected: the wait doubles
+
+    run(story)
+
+
+def test_a_ring_that_serves_already_was_not_loaded_now() -> None:
+    async def story() -> None:
+        times = LoadTimes()
+        await load(times)
+        times.ask(BIG, has_plan=False)  # no node is linked yet
+        times.look(BIG, has_plan=True)
+        times.served(BIG, 1000)
+        times.ask(BIG, has_plan=True)
+        assert times.retry_s(BIG, 1000) == 100
 
     run(story)

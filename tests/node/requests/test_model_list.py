@@ -42,6 +42,11 @@ def test_offers_are_left_out_before_models() -> None:
     assert [each.name for each in listed] == ["builtin", FOX.name, "last"]
     assert not any(each.offers or each.beside for each in listed)
 
+    one = replace(RING, beside=offers[:1])
+    listed = models_from_json(models_to_json([one, replace(FOX, offers=offers)]))
+
+    assert listed == (one, replace(FOX, offers=()))
+
 
 def test_fields_of_a_later_version_are_ignored() -> None:
     fields = json.loads(models_to_json([FOX]))

@@ -1006,6 +1006,20 @@ def test_a_need_that_neither_ring_nor_provider_meets_is_refused_with_what_there_
     assert world.sent == []
 
 
+def test_only_a_request_for_a_ring_waits_for_it(world: World) -> None:
+    router = world.add(ME, FakeRing(**BESIDE, at=None))
+
+    assert router.awaited(FOX) == "they sleep"
+    assert router.awaited(replace(FOX, min_bits=16)) == ""
+    assert router.awaited(replace(FOX, model="of an engine")) == ""
+
+    async def story() -> None:
+        with pytest.raises(WrongField, match="by a ring that has yet to form with context 4096"):
+            await all_of(router, replace(FOX, min_bits=32))
+
+    world.run(story)
+
+
 def test_a_prompt_goes_to_trusted_providers_only(world: World) -> None:
     router = world.add(ME, FakeRing(provided={"fox": (ENTRY, OTHER)}))
     router.trusted = ("other",)  # of the owner
