@@ -46,7 +46,7 @@ class LoadTimes:
         self.forget(model)
 
     def forget(self, model: ModelKey) -> None:
-        """Stop to measure how long an awaited model takes to load."""
+        """Stop measuring how long an awaited model takes to load."""
         del self._since[model]
         self._unplanned.discard(model)
         self._begun.pop(model, None)
