@@ -50,6 +50,7 @@ RUN = "run"
 
 _ENTRY = "work"  # the function of a kernel
 _PARALLEL = "GOMP_parallel"  # of GNU's OpenMP runtime; LLVM's exports the same name
+_TUNING = ",+fast-dpwssd"  # else LLVM splits chains of this x86 instruction into two for each
 _NOT_EXECUTABLE = "this system forbids executable memory"
 _NO_OPENMP = f"torch {torch.__version__} is not linked to an OpenMP library with `{_PARALLEL}`"
 _lock = threading.Lock()
@@ -136,18 +137,19 @@ def scratch(count: int) -> Tensor:
 
 @cache
 def processor() -> tuple[str, str]:
-    """Return LLVM's name of the CPU to compile for, and its feature string.
+    """Return LLVM's name of the CPU to compile for, and its feature string with our `_TUNING`.
 
     Both are remembered for what Linux and torch say of the CPU: LLVM's library is large.
     """
-    key = "processor", llvmlite.__version__, *_cpu_lines()
+    key = "processor", llvmlite.__version__, _TUNING, *_cpu_lines()
     folder = private_folder() if _cpu_lines() else None
     known = load_cached(folder, *key) if folder else None
     if isinstance(known, list) and [type(each) for each in known] == [str, str]:
         return known[0], known[1]
     from llvmlite import binding
 
-    found = binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
+    tuning = _TUNING if platform.machine().lower() in {"x86_64", "amd64"} else ""
+    found = binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten() + tuning
     if folder:
         store_cached(folder, found, *key)
     return found

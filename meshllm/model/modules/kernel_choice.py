@@ -11,6 +11,10 @@ of the plain matrix, as no other copy is used, see `meshllm.model.modules.linear
 
 Matrices of few inputs stay in the CPU cache, where kernels differ little: they get the fixed choice
 of their CPU, so that it does not depend on what else ran meanwhile.
+
+Prompts are bound by arithmetic. The instruction for pairs does twice as much as float32 arithmetic
+where it is issued as often (AMD EPYC of the Zen 5 kind), and 0.7 times as much where it is not (a
+Xeon of the Emerald Rapids kind without its matrix instructions), so that is measured, too.
 """
 
 from collections.abc import Callable, Iterator
@@ -44,6 +48,9 @@ _BYTES = 64 << 20  # of the matrices of a measurement: more than most CPU caches
 _ROWS = 1, 5  # of a token, and of a token with drafts
 _ROUNDS = 6
 _TIE = 1.15  # times the time of torch's kernel, up to which ours is chosen
+_PROMPT = 96, 512, 2048  # rows, and outputs and inputs of a matrix: some 5 ms
+_PROMPT_ROUNDS = 4
+_GAIN = 0.9  # of the time of the instruction for pairs, which has one order for all rows
 
 
 class LinearKernel(StrEnum):
@@ -76,6 +83,34 @@ def choose(times: Times) -> LinearKernel:
     own = min((each for each in times if each != LinearKernel.TORCH), key=lambda each: times[each])
     is_tie = times[own] <= _TIE * times[best]
     return LinearKernel(own if is_tie else best)
+
+
+@cache
+def has_slow_dot() -> bool:
+    """Whether float32 arithmetic multiplies prompts faster than the instruction for pairs."""
+    if not has_bf16_dot() or multiplies_matrices():
+        return False
+    kernels = LinearKernel.DOT, LinearKernel.FMA
+    times = measure_once(("bf16 prompt 1", *kernels), "rows", _measure_prompt)
+    return times[LinearKernel.FMA] < _GAIN * times[LinearKernel.DOT]
+
+
+@torch.inference_mode()
+def _measure_prompt() -> dict[str, float]:
+    """Multiply the rows of a prompt by both kernels."""
+    count, outputs, inputs = _PROMPT
+    weights = torch.full((outputs, inputs), 0.01, dtype=torch.bfloat16)
+    rows = torch.ones(count, inputs, dtype=torch.bfloat16)
+    ways: dict[str, Callable[[Tensor], Tensor]] = {
+        LinearKernel.DOT: Bf16Matrix(weights, dot=True).gemv,
+        LinearKernel.FMA: Bf16Matrix(weights).gemm,
+    }
+    times: dict[str, list[float]] = {kernel: [] for kernel in ways}
+    with one_thread():
+        for _ in range(1 + _PROMPT_ROUNDS):  # the first round compiles
+            for kernel, multiply in ways.items():
+                times[kernel].append(cpu_seconds(partial(multiply, rows)))
+    return {kernel: median(each[1:]) for kernel, each in times.items()}
 
 
 def _times(inputs: int) -> Times:

@@ -5,9 +5,11 @@ memory delivers the weights, two rows three times as slow, and prompts at a frac
 rate. There `meshllm.model.kernels.gemm_bf16` multiplies instead: up to `MOST_ROWS` rows in one
 order of summation, more (prompts) in another. On CPUs with an instruction for pairs of bf16, and
 none for matrices, our kernel multiplies any number of rows in one order: a prompt has the same bits
-whole and in chunks. On other CPUs our kernel multiplies few rows of the matrices for which it was
-measured to be faster, see `meshllm.model.modules.kernel_choice`; torch the rest. So a row of a
-decode step has the same bits in any batch. Weights are read in place.
+whole and in chunks. Where that instruction was measured to be slower than float32 arithmetic, a
+prompt of more than `DOT_ROWS` rows is multiplied by the latter. On other CPUs our kernel multiplies
+few rows of the matrices for which it was measured to be faster, see
+`meshllm.model.modules.kernel_choice`; torch the rest. So a row of a decode step has the same bits
+in any batch. Weights are read in place.
 """
 
 from functools import cache
@@ -19,13 +21,19 @@ from torch.nn import functional
 
 from meshllm.model.kernels import jit
 from meshllm.model.kernels.gemm_bf16 import GEMV_LANES, OUTPUTS, Bf16Matrix
-from meshllm.model.modules.kernel_choice import LinearKernel, fastest, has_bf16_dot
+from meshllm.model.modules.kernel_choice import (
+    FEWEST,
+    LinearKernel,
+    fastest,
+    has_bf16_dot,
+    has_slow_dot,
+)
 from meshllm.model.modules.quant_matrix import multiplies_matrices
 
 MOST_ROWS = 17
 """Rows of a batched step, of all its sessions, that have the bits of a single row."""
 DOT_ROWS = 128
-"""Most rows for the instruction for pairs, on CPUs with matrix instructions: torch takes more."""
+"""Most rows for the instruction for pairs, on CPUs that multiply more of them faster otherwise."""
 DOT_TILE = 240
 """Rows of a prompt that the instruction for pairs multiplies together: they fit in a CPU cache."""
 
@@ -47,8 +55,9 @@ class CompiledLinear(nn.Linear):
         has_dot = kernel is LinearKernel.DOT
         self.kernel = kernel
         self._matrix = Bf16Matrix(self.weight.detach(), bias, dot=has_dot)
-        self._most = _most_rows(has_dot=has_dot)
-        self._has_gemm = use_own_gemm() and not self.out_features % OUTPUTS
+        is_slow = has_dot and self.in_features >= FEWEST and has_slow_dot()
+        self._has_gemm = (use_own_gemm() or is_slow) and not self.out_features % OUTPUTS
+        self._most = _most_rows(has_dot=has_dot, has_gemm=self._has_gemm)
 
     @property
     def most_rows(self) -> float:
@@ -70,11 +79,11 @@ class CompiledLinear(nn.Linear):
         return products.view(*x.shape[:-1], self.out_features)
 
 
-def _most_rows(*, has_dot: bool) -> float:
+def _most_rows(*, has_dot: bool, has_gemm: bool) -> float:
     """Return the rows up to which the kernel for few rows multiplies."""
     if not has_dot:
         return MOST_ROWS
-    return DOT_ROWS if multiplies_matrices() else inf
+    return DOT_ROWS if has_gemm or multiplies_matrices() else inf
 
 
 def _in_tiles(matrix: Bf16Matrix, rows: Tensor) -> Tensor:

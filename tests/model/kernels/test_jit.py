@@ -19,7 +19,7 @@ from torch import Tensor
 from meshllm.model import json_cache
 from meshllm.model.kernels import attention as native_attention
 from meshllm.model.kernels import gemm_int8, jit, rms_norm, softmax
-from meshllm.model.kernels.ir import INT, Code
+from meshllm.model.kernels.ir import HALF, INT, LANES, WORD, Code
 from meshllm.model.kernels.jit import CLAIMED, FINISHED, RUN, JitFunction
 from meshllm.model.kernels.machine_code import CodeImage
 from meshllm.model.kernels.program import Call, Program
@@ -159,11 +159,36 @@ def cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     jit.processor.cache_clear()
 
 
+@pytest.mark.skipif(platform.machine() not in {"x86_64", "AMD64"}, reason="no x86 CPU")
+def test_a_chain_of_products_of_pairs_has_one_instruction_for_each() -> None:
+    module = ir.Module()
+    kind = ir.FunctionType(ir.VoidType(), [ir.PointerType()])
+    function = ir.Function(module, kind, "work")
+    code = Code(ir.IRBuilder(function.append_basic_block()))
+    (given,) = function.args
+    numbers = [code.load(HALF, given, code.index(at * 2 * LANES), 2 * LANES) for at in range(5)]
+    total = code.do.bitcast(numbers[0], ir.VectorType(WORD, LANES))
+    for each in numbers[1:]:
+        total = code.multiply_pairs(each, numbers[0], total, at_once=True)
+    code.store(WORD, total, given, code.index(0))
+    code.do.ret_void()
+    target = binding.Target.from_default_triple()
+    tuned = target.create_target_machine("cascadelake", jit._TUNING.removeprefix(","), 3)
+
+    assembly = tuned.emit_assembly(binding.parse_assembly(str(module)))
+
+    assert (assembly.count("vpdpwssd"), assembly.count("vpmaddwd")) == (4, 0)
+
+
 def test_the_name_of_the_cpu_is_remembered(cpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     first = jit.processor()
     jit.processor.cache_clear()
 
-    assert jit.processor() == first == ("some CPU", binding.get_host_cpu_features().flatten())
+    name, features = first
+    assert jit.processor() == first
+    assert (name, features.removesuffix(jit._TUNING)) == (
+        "some CPU", binding.get_host_cpu_features().flatten(),
+    )  # fmt: skip
     assert len(cpu) == 1
 
     jit.processor.cache_clear()

@@ -17,6 +17,7 @@ from meshllm.model.modules.kernel_choice import (
     choose,
     fastest,
     has_bf16_dot,
+    has_slow_dot,
 )
 
 pytestmark = pytest.mark.skipif(
@@ -122,5 +123,40 @@ def test_every_kernel_is_timed_and_threads_are_restored(monkeypatch: pytest.Monk
     times = kernel_choice._measure(512)
 
     assert {TORCH, DOT if has_bf16_dot() else FMA} <= set(times) <= {FMA, TORCH, DOT}
+    assert all(seconds > 0 for seconds in times.values())
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize(
+    ("has_dot", "has_matrices", "fma_s", "is_slow"),
+    [
+        (True, False, 0.89, True),
+        (True, False, 0.91, False),
+        (True, True, 0.1, False),
+        (False, False, 0.1, False),
+    ],
+)
+def test_the_instruction_for_pairs_is_slow_if_float32_clearly_beats_it_with_a_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+    has_dot: bool,
+    has_matrices: bool,
+    fma_s: float,
+    is_slow: bool,
+) -> None:
+    monkeypatch.setattr(kernel_choice, "has_bf16_dot", lambda: has_dot)
+    monkeypatch.setattr(kernel_choice, "multiplies_matrices", lambda: has_matrices)
+    monkeypatch.setattr(kernel_choice, "_measure_prompt", lambda: {DOT: 1.0, FMA: fma_s})
+
+    assert has_slow_dot.__wrapped__() is is_slow
+
+
+@pytest.mark.skipif(not has_bf16_dot(), reason="no instruction for pairs of bf16 here")
+def test_both_kernels_of_a_prompt_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_choice, "_PROMPT", (13, 64, 64))
+    before = torch.get_num_threads()
+
+    times = kernel_choice._measure_prompt()
+
+    assert set(times) == {DOT, FMA}
     assert all(seconds > 0 for seconds in times.values())
     assert torch.get_num_threads() == before

@@ -1,5 +1,7 @@
 """Which modules are replaced by compiled ones, and that they are row-invariant."""
 
+from math import inf
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -7,7 +9,7 @@ from torch import Tensor, nn
 from meshllm.model.kernels import jit
 from meshllm.model.kernels.gemm_bf16 import Bf16Matrix
 from meshllm.model.modules import linear_bf16
-from meshllm.model.modules.kernel_choice import LinearKernel, has_bf16_dot
+from meshllm.model.modules.kernel_choice import FEWEST, LinearKernel, has_bf16_dot
 from meshllm.model.modules.linear_bf16 import (
     DOT_ROWS,
     DOT_TILE,
@@ -75,6 +77,28 @@ def test_a_prompt_has_the_bits_of_its_rows_with_the_instruction_for_pairs(
             parts = [module(each) for each in torch.split(x, chunk, 1)]
             assert torch.equal(torch.cat(parts, 1), whole)
     torch.testing.assert_close(whole, module.plain(x), rtol=0.02, atol=0.02)
+
+
+@torch.inference_mode()
+def test_a_prompt_is_multiplied_in_float32_where_the_instruction_for_pairs_is_slower(
+    kernel: LinearKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear_bf16, "multiplies_matrices", lambda: False)
+    plain = linear(64, FEWEST)
+    x = torch.randn(1, DOT_ROWS + 1, FEWEST).bfloat16()
+    monkeypatch.setattr(linear_bf16, "has_slow_dot", lambda: False)
+    before = made(plain)
+    monkeypatch.setattr(linear_bf16, "has_slow_dot", lambda: True)
+    module, uneven, small = made(plain), made(linear(100, FEWEST)), made(linear(64, 64))
+
+    few = x[:, :DOT_ROWS]
+    assert torch.equal(module(few), before(few))
+    rows = x.view(-1, FEWEST)
+    assert torch.equal(module(x)[0], Bf16Matrix(plain.weight.detach()).gemm(rows))
+    torch.testing.assert_close(module(x), plain(x), rtol=0.02, atol=0.02)
+    if kernel is LinearKernel.DOT:
+        assert (before.most_rows, module.most_rows) == (inf, DOT_ROWS)
+        assert (uneven.most_rows, small.most_rows) == (inf, inf)
 
 
 @torch.inference_mode()
