@@ -24,7 +24,6 @@ from meshllm.node.report import (
 )
 from meshllm.node.requests.model_list import models_to_json
 from meshllm.node.requests.peer_requests import MAX_PER_CLIENT
-from meshllm.node.requests.waits import telling_waits
 from meshllm.node.ring.memory import addresses, measure
 from meshllm.node.view import NodeView
 from meshllm.protocol.agreement.trial import TrialTerms, try_out
@@ -67,8 +66,6 @@ class NodeControl:
     """Measures the memory of the process."""
     add_model: Callable[[ModelOptions], Awaitable[Charter]]
     stop_model: Callable[[str], None]
-    awaited: Callable[[Request], str]
-    """See `RequestRouter.awaited`."""
     _trial: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def status(self) -> MeshStatus:
@@ -174,10 +171,10 @@ class NodeControl:
                 yield change(self.snapshot())
 
     def generate(self, request: Request) -> AsyncGenerator[Event, None]:
-        """Yield the events of a request; see `RequestRouter.generate`, and `Waiting` before."""
+        """Yield the events of a request; see `RequestRouter.generate`."""
         if self.snapshot().is_leaving:
             raise Leaving("This node is leaving the mesh", hint="ask another node")
-        return telling_waits(self.answer(request), partial(self.awaited, request))
+        return self.answer(request)
 
 
 def control_of(node: MeshNode) -> NodeControl:
@@ -193,7 +190,6 @@ def control_of(node: MeshNode) -> NodeControl:
         partial(_measured, node),
         node.charter_editor.serve_model,
         node.charter_editor.stop_model,
-        node.router.awaited,
     )
     node.router.peers.list_models = lambda: models_to_json(models(node.view()))
     return control

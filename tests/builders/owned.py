@@ -1,6 +1,5 @@
 """A node that records the commands."""
 
-import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any
@@ -28,15 +27,9 @@ class Owned:
         self.asked: list[ModelOptions] = []
         self.stopped: list[str] = []
         self.revoked: tuple[bytes, ...] = ()
-        self.awaited: dict[str, str] = {}
-        """Why requests for some models wait."""
-        self.go = asyncio.Event()
-        """Set when it may answer, as it is at first."""
-        self.go.set()
         self.control = NodeControl(
             lambda: self.view, KEYS[0], self.invite, self.expel, self.revoke, self.changes,
             self.answer, self.measure, self.add_model, self.stopped.append,
-            lambda request: self.awaited.get(request.model, ""),
         )  # fmt: skip
 
     async def invite(
@@ -63,7 +56,6 @@ class Owned:
             yield
 
     async def answer(self, request: Request) -> AsyncGenerator[Event, None]:
-        await self.go.wait()
         yield Piece(request.raw or "")
 
     async def measure(self) -> MemoryStatus:

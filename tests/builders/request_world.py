@@ -217,8 +217,8 @@ async def all_of(router: RequestRouter, request: Request = REQUEST) -> list[Even
     return [event async for event in router.generate(request)]
 
 
-async def note(router: RequestRouter, events: list[Event]) -> None:
-    async for event in router.generate(REQUEST):
+async def note(router: RequestRouter, events: list[Event], request: Request = REQUEST) -> None:
+    async for event in router.generate(request):
         events.append(event)  # noqa: PERF401  # it is read although the rest fails
 
 

@@ -32,6 +32,7 @@ from meshllm.node.net import beacon
 from meshllm.node.net.peer_address import Local, Machine, machine_secret
 from meshllm.node.requests.model_list import models_to_json
 from meshllm.node.requests.router import RequestRouter
+from meshllm.node.requests.waits import WAITING_S
 from meshllm.protocol.membership.codec import (
     CloseReason,
     FallbackList,
@@ -45,7 +46,7 @@ from meshllm.protocol.trust.credential import ClientLimits, Role, remove
 from meshllm.protocol.trust.fallbacks import Fallback
 from meshllm.protocol.trust.handshake import Purpose
 from meshllm.protocol.trust.ticket import Ticket
-from meshllm.request import Event, Interruption, Piece, Request
+from meshllm.request import Event, Interruption, Piece, Request, Waiting
 from meshllm.strict_json import WrongField
 from meshllm.testing.clock import run_virtual
 from meshllm.transport.contract import Link
@@ -71,10 +72,14 @@ class Inn(House):
     says: Sequence[Event] = ANSWER
     given: tuple[int, ...] = ()
     """Tokens of the latest request, which it continues."""
+    loads = ""
+    """What its ring waits for."""
 
     async def entries(
         self, model: str = "", trusted: Sequence[str] | None = None
     ) -> Sequence[RingEntry]:
+        while self.loads:  # noqa: ASYNC110  # in virtual time
+            await asyncio.sleep(0.1)
         return [RingEntry(self.me)]
 
     def reason(self, model: str = "") -> str:
@@ -98,7 +103,7 @@ class Inn(House):
         return bool(model)
 
     def awaited(self, model: str) -> str:
-        return ""
+        return self.loads
 
     def of_rings(self, model: str) -> ModelOffer | None:
         return None
@@ -187,6 +192,19 @@ def test_a_client_gets_an_answer(run: Run) -> None:
         async with client(town, ticket(a)) as thin:
             assert await ask(thin) == ANSWER
         assert a.talked[0][2] is True
+
+    run(story)
+
+
+def test_a_client_is_told_what_its_request_waits_for(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a = await inn(town)
+        a.loads = "b loads it"
+        async with client(town, ticket(a)) as thin:
+            asking = asyncio.ensure_future(ask(thin))
+            await asyncio.sleep(2.5 * WAITING_S)
+            a.loads = ""
+            assert await asking == [Waiting("b loads it"), *ANSWER]
 
     run(story)
 

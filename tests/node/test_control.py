@@ -10,13 +10,11 @@ from meshllm.errors import Busy, MeshError, UserError
 from meshllm.names import short, show
 from meshllm.node.control import MAX_LASTS_S
 from meshllm.node.requests.peer_requests import MAX_PER_CLIENT
-from meshllm.node.requests.waits import WAITING_S
 from meshllm.protocol.membership.client_quota import MAX_TOKENS_PER_DAY
 from meshllm.protocol.membership.records import MAX_REVOKED
 from meshllm.protocol.trust.credential import ClientLimits, Role
-from meshllm.request import Event, Piece, Request, Waiting
+from meshllm.request import Piece, Request
 from meshllm.status import Change, Named, NodeState, PlannedRing, PlanTerms, RingState, Unplaced
-from meshllm.testing.clock import run_virtual
 from tests.builders.owned import Owned
 from tests.builders.view import A, B, C, D, plan_of, view_of
 
@@ -220,21 +218,3 @@ async def test_the_newest_revoked_keys_are_published_and_those_of_others_listed(
 
     assert owned.revoked == tuple(tags * (MAX_REVOKED // 2))
     assert owned.control.revocations() == {show(B): (tags[0],)}
-
-
-def test_a_request_that_waits_for_a_ring_is_told_why(node: Owned) -> None:
-    node.go.clear()
-    node.awaited = {"big": "desk loads it"}
-
-    async def events_of(model: str) -> list[Event]:
-        answer = node.control.generate(Request(raw="x", model=model))
-        return [event async for event in answer]
-
-    async def story() -> None:
-        asking = [asyncio.ensure_future(events_of(each)) for each in ("big", "small")]
-        await asyncio.sleep(1.5 * WAITING_S)
-        node.go.set()
-        told = [await each for each in asking]
-        assert told == [[Waiting("desk loads it"), Piece("x")], [Piece("x")]]
-
-    run_virtual(story())

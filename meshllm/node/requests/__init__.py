@@ -7,5 +7,4 @@ __all__ = [
     "peer_requests",
     "request_json",
     "router",
-    "waits",
 ]

@@ -2,7 +2,7 @@
 
 ::
 
-    {"waiting": {"reason": ...}}                              to the owner: why there is no ring
+    {"waiting": {"reason": ...}}                              why there is no ring yet
     {"prefilled": [128, 512]}                                 progress
     {"prompt": {"start": 0, "tokens": [1, 2, ...]}}           ids of the prompt, if requested
     {"resumable": {...}}                                      how to go on if the ring is lost
@@ -168,8 +168,8 @@ def request_from_json(data: bytes) -> Request:
 def event_to_json(event: Event) -> bytes:
     """Encode an event as one line, without newline."""
     match event:
-        case Waiting():
-            return _write({"waiting": lay_out(event)})
+        case Waiting(reason):
+            return _write({"waiting": {"reason": reason[:MESSAGE_CHARS]}})
         case PromptTokens():
             return _write({"prompt": lay_out(event)})
         case Prefilled(done, total):

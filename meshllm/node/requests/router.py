@@ -30,7 +30,8 @@ is refused with what there is.
 When a ring breaks, the ingress repeats the request on the next ring, see
 `meshllm.protocol.ring.failover`. While the nodes of the next one still load their layers, a request
 that has begun waits longer than a new one. A client repeats it only after losing the link to its
-ingress.
+ingress. Until a request begins, who sent it here, the owner or a client, is told what it waits for:
+no more than the error would say if no ring came.
 """
 
 import asyncio
@@ -39,6 +40,7 @@ import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from meshllm.errors import (
@@ -68,6 +70,7 @@ from meshllm.node.requests.peer_requests import MAX_FORWARDED, PeerRequests
 from meshllm.node.requests.remote import Remote
 from meshllm.node.requests.replica_choice import ReplicaChoice, Tried, step_ms
 from meshllm.node.requests.request_json import REQUEST_BYTES
+from meshllm.node.requests.waits import telling_waits
 from meshllm.node.timer import loop_time
 from meshllm.protocol.kv_cache.admission import Admission, asker_of
 from meshllm.protocol.kv_cache.budget import KvBudget
@@ -271,6 +274,7 @@ class RequestRouter:
     ) -> AsyncGenerator[Event, None]:
         """Yield the events of a request from the entry, wherever it is; survive the loss of a ring.
 
+        Before them comes a `Waiting` for each reason why no ring serves the model.
         ``asker`` is the client that sent it; None is the owner of this node.
 
         Raises:
@@ -280,7 +284,9 @@ class RequestRouter:
         if (model := self._provided_model(request)) is not None:
             answer = self._provided(replace(request, model=model))
         else:
-            answer = self._failing_over(request, asker)
+            answer = telling_waits(
+                self._failing_over(request, asker), partial(self._ring.awaited, request.model)
+            )
         self.counts.active += 1
         try:
             with self._held.holding(asker_of((None, request.scope)), size_of(request)):
@@ -292,11 +298,6 @@ class RequestRouter:
             raise
         finally:
             self.counts.active -= 1
-
-    def awaited(self, request: Request) -> str:
-        """Return why a request waits for a ring; empty if one serves, or a provider is asked."""
-        is_provided = self._provided_model(request) is not None
-        return "" if is_provided else self._ring.awaited(request.model)
 
     def _provided_model(self, request: Request) -> str | None:
         """Return the name of the model that a provider is asked for; None if a ring is asked."""

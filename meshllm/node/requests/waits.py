@@ -6,23 +6,24 @@ from contextlib import aclosing
 
 from meshllm.request import Event, Waiting
 
-WAITING_S = 2.0  # s between two events of a request that waits: a person sees that it goes on
+WAITING_S = 2.0  # s between two events of a request that waits, at least: a person reads them
 
 
 async def telling_waits(
     answer: AsyncGenerator[Event, None], awaited: Callable[[], str]
 ) -> AsyncGenerator[Event, None]:
-    """Yield the events of an answer, and until the first one from time to time what is awaited.
+    """Yield the events of an answer, and until the first one what is awaited, when that changes.
 
-    ``awaited`` returns what that is, for people. An empty text ends a wait, and is told once.
+    ``awaited`` returns what that is, for people; it is looked at every `WAITING_S`. An empty text
+    ends a wait.
     """
     async with aclosing(answer) as events:
         first, told = asyncio.ensure_future(anext(events, None)), ""
         try:
             while not (await asyncio.wait({first}, timeout=WAITING_S))[0]:
-                if (reason := awaited()) or told:
+                if (reason := awaited()) != told:
+                    told = reason
                     yield Waiting(reason)
-                told = reason
         finally:
             first.cancel()
             await asyncio.gather(first, return_exceptions=True)

@@ -108,6 +108,19 @@ def test_lines_of_other_peers_are_ignored(world: World) -> None:
     world.run(story)
 
 
+def test_a_line_of_a_later_version_is_ignored(world: World) -> None:
+    client = world.add(ME, FakeRing(at=ENTRY), is_client=True)
+
+    async def story() -> None:
+        asking = asyncio.ensure_future(all_of(client))
+        await asyncio.sleep(1)
+        for line in (b'{"longing": {"reason": "it loads"}}', event_to_json(answer_of("", 0))):
+            client.receive(ENTRY, AnswerEvent(asked(world), line), is_client=False)
+        assert await asking == [answer_of("", 0)]
+
+    world.run(story)
+
+
 @pytest.mark.parametrize("data", [b"", b"null", b'{"piece": 1}', b"[" * 9999, b'{"answer": {}}'])
 def test_a_malformed_answer_is_a_peer_fault(world: World, data: bytes) -> None:
     router = world.add(ME, FakeRing(at=ENTRY))

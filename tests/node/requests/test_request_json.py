@@ -399,10 +399,13 @@ def test_an_error_says_when_a_ring_may_serve(sent: int, read: int) -> None:
     assert error.retry_s == read
 
 
-def test_a_reason_to_wait_is_bounded() -> None:
-    event = event_from_json(event_to_json(Waiting("x" * 2 * request_json.MESSAGE_CHARS)))
+def test_a_reason_to_wait_is_bounded_at_both_ends() -> None:
+    reason = "x" * request_json.MESSAGE_CHARS
+    line = event_to_json(Waiting(2 * reason))
+    long = json.dumps({"waiting": {"reason": 2 * reason}}).encode()
 
-    assert event == Waiting("x" * request_json.MESSAGE_CHARS)
+    assert line == event_to_json(Waiting(reason))
+    assert event_from_json(line) == event_from_json(long) == Waiting(reason)
 
 
 def test_a_timeout_of_an_earlier_version_does_not_say_when() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -26,12 +27,13 @@ from meshllm.node.requests.peer_requests import MAX_FORWARDED
 from meshllm.node.requests.replica_choice import ReplicaChoice, Tried
 from meshllm.node.requests.request_json import REQUEST_BYTES, request_to_json
 from meshllm.node.requests.router import MAX_WAITING, QUIET_S, RING_S
+from meshllm.node.requests.waits import WAITING_S
 from meshllm.protocol.kv_cache.admission import OWNER_S
 from meshllm.protocol.membership.codec import CancelRequest, Generate
 from meshllm.protocol.membership.records import ModelOffer
 from meshllm.protocol.planning.plan import Ends, Plan, PlanStage
 from meshllm.protocol.ring.failover import ATTEMPTS, RETRY_DELAY_S
-from meshllm.request import Event, Interruption, Piece, Prefilled, Request
+from meshllm.request import Event, Interruption, Piece, Prefilled, Request, Waiting
 from meshllm.status import LossCounts
 from meshllm.strict_json import WrongField
 from tests.builders.fake_ring import answer_of
@@ -1006,16 +1008,35 @@ def test_a_need_that_neither_ring_nor_provider_meets_is_refused_with_what_there_
     assert world.sent == []
 
 
+@pytest.mark.parametrize("at", [ME, OTHER], ids=["owner", "client"])
+def test_who_waits_for_a_ring_is_told_once_why(world: World, at: NodeId) -> None:
+    ring = FakeRing(at=None, attempts=[answer()])
+    world.add(ME, ring)
+    world.add(OTHER, FakeRing(at=ME), is_client=True)
+    world.clients.add(OTHER)
+
+    async def story() -> None:
+        asking = asyncio.ensure_future(all_of(world.routers[at]))
+        await asyncio.sleep(4.25 * WAITING_S)
+        ring.at = ME
+        assert await asking == [Waiting("they sleep"), *answer()]
+
+    world.run(story)
+
+
 def test_only_a_request_for_a_ring_waits_for_it(world: World) -> None:
     router = world.add(ME, FakeRing(**BESIDE, at=None))
-
-    assert router.awaited(FOX) == "they sleep"
-    assert router.awaited(replace(FOX, min_bits=16)) == ""
-    assert router.awaited(replace(FOX, model="of an engine")) == ""
+    beside = replace(FOX, min_bits=16)
 
     async def story() -> None:
         with pytest.raises(WrongField, match="by a ring that has yet to form with context 4096"):
             await all_of(router, replace(FOX, min_bits=32))
+        for request, told in ((beside, []), (FOX, [Waiting("they sleep")])):
+            events: list[Event] = []
+            with suppress(TimeoutError, NotServed):
+                async with asyncio.timeout(2 * RING_S):
+                    await note(router, events, request)
+            assert events == told
 
     world.run(story)
 

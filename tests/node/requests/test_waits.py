@@ -44,10 +44,10 @@ def told(answer: Answer, reasons: Sequence[str]) -> list[Event]:
     return found
 
 
-def test_what_is_awaited_is_told_until_the_first_event() -> None:
-    answer = Answer(2.5 * WAITING_S, 9 * WAITING_S)
+def test_what_is_awaited_is_told_when_it_changes_until_the_first_event() -> None:
+    answer = Answer(4.5 * WAITING_S, 9 * WAITING_S)
 
-    assert told(answer, ["a loads", "b loads"]) == [
+    assert told(answer, ["a loads", "a loads", "b loads", "b loads"]) == [
         Waiting("a loads"), Waiting("b loads"), AT_LAST, AT_LAST,
     ]  # fmt: skip
 
