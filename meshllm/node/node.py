@@ -197,6 +197,11 @@ class MeshNode:
         return self._offer.hang or self.charter_editor.ambiguous
 
     @property
+    def is_founder(self) -> bool:
+        """Whether this node founded the mesh."""
+        return self._own.is_founder
+
+    @property
     def ticket_uses(self) -> int:
         """The number of nodes of `--members` that are not known here, 0 if all are; else one."""
         charter = self.machine.charter

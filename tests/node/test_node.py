@@ -312,6 +312,7 @@ async def test_a_ticket_is_for_those_members_that_are_not_known(mesh: Mesh) -> N
 
     assert (alone, second, *whole) == (2, 1, 0, True)
     assert again.ticket_uses == 0
+    assert [each.is_founder for each in (a, b, c, again)] == [True, False, False, False]
 
 
 async def test_a_joiner_ends_that_is_to_hold_layers_that_the_model_lacks(mesh: Mesh) -> None:

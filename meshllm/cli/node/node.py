@@ -89,11 +89,11 @@ def node(
     Without `--join` it returns to its last mesh, or founds one. `--model A,B` names the models that
     this node can hold; a new mesh serves the first of them. With `--auto`, or without a model, it
     holds layers of the model that lacks nodes most, if it is on this machine or another node can
-    send it. It prints a ticket and the command for the next machine to stdout, unless it knows all
-    `--members`, and logs to stderr. The first Ctrl-C or SIGTERM lets the other nodes take its
-    layers over, finishes the requests of its clients, for a minute at most, and leaves the mesh;
-    the second exits at once. The end of its terminal does the same as the first, unless `nohup`
-    started it.
+    send it. A founder prints a ticket and the command for the next machine to stdout, unless it
+    knows all `--members`; other nodes do with `--ticket-file`. The log goes to stderr. The first
+    Ctrl-C or SIGTERM lets the other nodes take its layers over, finishes the requests of its
+    clients, for a minute at most, and leaves the mesh; the second exits at once. The end of its
+    terminal does the same as the first, unless `nohup` started it.
     """
     discovery = False if no_discovery else None
     config = load({**flags, "transport": transport, "discovery": discovery})
@@ -347,11 +347,14 @@ async def _show_waiting(line: render.Status, ring: "RingStatus", since: float) -
 
 
 async def _invite(opened: "MeshNode", notify: Callable[[Notice], None], file: Path | None) -> str:
-    """Print a ticket if the mesh lacks nodes, or a file is to get one; return it, or nothing."""
+    """Print a ticket if a file is to get one, or a founder lacks nodes; return it, or nothing.
+
+    Of nodes that join at the same time, none knows the others, so each would print one.
+    """
     count = opened.ticket_uses
-    if not count and file is None:
-        has = "the mesh has as many members as requested"
-        text = f"{has}; `meshllm ring ticket` makes a ticket for another one"
+    if file is None and not (count and opened.is_founder):
+        has = "the mesh has as many members as requested" if not count else "joined the mesh"
+        text = f"{has}; `meshllm ring ticket` makes a ticket for another node"
         notify(Notice("ready", text))
         return ""
     ticket = await opened.create_ticket()

@@ -52,6 +52,7 @@ class FakeNode:
     options: NodeOptions | None = None
     ticket: str = "meshllm1abc"
     ticket_uses: int = 2
+    is_founder: bool = True
     asked: int = 0
     is_open: bool = False
     has_heard: bool = False
@@ -351,17 +352,32 @@ def test_a_node_goes_on_if_nobody_takes_its_ticket(
     assert "the ticket was not printed: stdout cannot be written: broken pipe" in result.stderr
 
 
-@pytest.mark.parametrize("options", [(), ("--join", TICKET)])
-def test_no_ticket_is_printed_if_all_members_are_known(
-    meshllm: Invoke, node: FakeNode, home: Path, options: tuple[str, ...]
+@pytest.mark.parametrize(
+    ("uses", "is_founder", "options", "why"),
+    [
+        (0, True, (), "the mesh has as many members as requested"),
+        (0, False, ("--join", TICKET), "the mesh has as many members as requested"),
+        (1, False, ("--join", TICKET), "joined the mesh"),
+        (1, False, (), "joined the mesh"),
+    ],
+    ids=["founder of a whole mesh", "joiner of a whole mesh", "joiner", "joiner that returns"],
+)
+def test_a_ticket_is_printed_by_a_founder_that_lacks_members_or_to_a_file(
+    meshllm: Invoke,
+    node: FakeNode,
+    home: Path,
+    uses: int,
+    is_founder: bool,
+    options: tuple[str, ...],
+    why: str,
 ) -> None:
-    node.ticket_uses = 0
+    node.ticket_uses, node.is_founder = uses, is_founder
 
     result = meshllm("node", *options)
     asked = meshllm("node", "--ticket-file", "ticket", *options)
 
     assert (result.exit_code, result.stdout) == (0, "")
-    assert "as many members as requested; `meshllm ring ticket` makes a" in result.stderr
+    assert f"{why}; `meshllm ring ticket` makes a ticket for another node" in result.stderr
     assert (home / "ticket").read_text() == "meshllm1abc\n"
     assert asked.stdout.startswith("meshllm1abc\n")
     assert node.has_heard is bool(options)
