@@ -64,8 +64,9 @@ def relay(
     each other soon switch to a direct path by hole punching; for the others it forwards, over UDP
     or, if UDP is blocked, WebSocket on the same port number. All nodes together may send 16 times
     `--rate`, and one host 64 GB a day. stdout is the command for the nodes.
-    On a machine with several addresses give `--listen ADDRESS:PORT`: else replies over UDP leave
-    from the address that the system chooses, and nodes that use another stay on TCP.
+    Elsewhere than on Linux a machine with several addresses needs `--listen ADDRESS:PORT`: else
+    replies over UDP leave from the one that the system chooses, and nodes that use another stay on
+    TCP.
     The TCP port also serves `/metrics` and `/healthz`. Ctrl-C, SIGTERM or the end of
     its terminal stops it.
     """
@@ -78,7 +79,7 @@ def relay(
     from meshllm_quic.net.udp import UdpNetwork
     from meshllm_quic.relay.relay_server import open_relay
 
-    opening = open_relay(UdpNetwork(), host, port, allow=allowed, limits=limits)
+    opening = open_relay(UdpNetwork(keeps_local=True), host, port, allow=allowed, limits=limits)
     event_loop.run(_run(opening, listen, _log if is_json else _say, as_json=as_json))
 
 

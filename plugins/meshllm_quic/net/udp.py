@@ -32,6 +32,11 @@ _DONT_FRAGMENT: dict[str, Sequence[tuple[int, int, int]]] = {
 }
 _REPORT_ERRORS = ((socket.IPPROTO_IP, 11), (socket.IPPROTO_IPV6, 25))
 # IP_RECVERR and IPV6_RECVERR: ICMP messages are queued with the address that they are about
+_IP_PKTINFO, _IPV6_RECVPKTINFO, _IPV6_PKTINFO = 8, 49, 50  # linux/in.h, linux/in6.h
+_REPORT_LOCAL = {
+    socket.AF_INET: (socket.IPPROTO_IP, _IP_PKTINFO),
+    socket.AF_INET6: (socket.IPPROTO_IPV6, _IPV6_RECVPKTINFO),  # for IPv4 datagrams, too
+}
 _OF_EARLIER = {
     getattr(errno, name)
     for name in (
@@ -42,7 +47,18 @@ _OF_EARLIER = {
 }  # fmt: skip
 """Errors that may be about an earlier datagram, to any address: ICMP, icmp_err_convert of Linux."""
 _EXTENDED_ERROR = struct.Struct("=IBBBBII")  # sock_extended_err of linux/errqueue.h
+_ANCILLARY_BYTES = socket.CMSG_SPACE(4) + socket.CMSG_SPACE(20)  # of GRO, and of in6_pktinfo
 _NO_IPV6 = {errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL, errno.EPROTONOSUPPORT}
+
+
+class _HeardAt(tuple[str, int]):
+    """An `Address`, equal to a plain one, that sent to one of the addresses of this machine.
+
+    What is sent to it leaves from there.
+    """
+
+    local: tuple[int, int, bytes]
+    """Ancillary data that names this address."""
 
 
 class UdpSocket:
@@ -94,9 +110,9 @@ class UdpSocket:
 
     def _send(self, datagrams: Sequence[bytes], size: int, to: Address) -> None:
         """Send in one call; the kernel segments the data into datagrams of ``size`` bytes."""
-        ancillary: list[tuple[int, int, bytes]] = []
+        ancillary = [to.local] if isinstance(to, _HeardAt) else []
         if len(datagrams) > 1:
-            ancillary = [(socket.IPPROTO_UDP, _UDP_SEGMENT, struct.pack("=H", size))]
+            ancillary.append((socket.IPPROTO_UDP, _UDP_SEGMENT, struct.pack("=H", size)))
         destination = _destination(self._socket.family, to)
         try:
             self._sendmsg(datagrams, ancillary, 0, destination)
@@ -124,7 +140,7 @@ class UdpSocket:
         for _ in range(BATCH):
             try:
                 size, ancillary, _, source = self._socket.recvmsg_into(
-                    [self._buffer], socket.CMSG_SPACE(4)
+                    [self._buffer], _ANCILLARY_BYTES
                 )
             except BlockingIOError:
                 if not batch:  # then an error has woken it
@@ -133,7 +149,8 @@ class UdpSocket:
             except OSError:  # an ICMP error for an earlier datagram: one of many peers is gone
                 self._read_errors()
                 continue
-            address, step = _address(source), _segment(ancillary) or size
+            address = _heard_at(_address(source), ancillary)
+            step = _segment(ancillary) or size
             batch += [
                 (bytes(self._buffer[start : min(start + step, size)]), address)
                 for start in range(0, size, step or 1)
@@ -158,6 +175,13 @@ class UdpSocket:
 class UdpNetwork:
     """Opens UDP sockets on the running loop; see `meshllm_quic.net.network.DatagramNetwork`."""
 
+    def __init__(self, *, keeps_local: bool = False) -> None:
+        """With ``keeps_local``, on Linux, answers leave from the address that was asked.
+
+        Else the route decides: the paths of a node move when its network changes.
+        """
+        self._keeps_local = keeps_local and sys.platform == "linux"
+
     async def open(
         self, host: str | None, port: int, receive: Receive, refused: Refused | None = None
     ) -> UdpSocket:
@@ -167,10 +191,13 @@ class UdpNetwork:
             OSError: the address is in use, or does not belong to this machine.
         """
         if host is None:
-            return UdpSocket(_bind_all(port), receive, refused)
-        address, *_ = await self.resolve(host, port)
-        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        return UdpSocket(_bind(family, address), receive, refused)
+            bound = _bind_all(port)
+        else:
+            address, *_ = await self.resolve(host, port)
+            bound = _bind(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, address)
+        if self._keeps_local:
+            bound.setsockopt(*_REPORT_LOCAL[bound.family], 1)
+        return UdpSocket(bound, receive, refused)
 
     async def resolve(self, host: str, port: int) -> Sequence[Address]:
         """Resolve a name or a numeric host to addresses, in the order to try them.
@@ -238,6 +265,22 @@ def _segment(ancillary: Iterable[tuple[int, int, bytes]]) -> int:
         if (level, kind) == (socket.IPPROTO_UDP, _UDP_GRO):
             return int(struct.unpack("=i", data[:4])[0])
     return 0
+
+
+def _heard_at(source: Address, ancillary: Iterable[tuple[int, int, bytes]]) -> Address:
+    """Return a source, with the local address that its datagram came to, if the kernel tells it.
+
+    The index of the interface becomes 0: the route chooses it for answers.
+    """
+    heard = _HeardAt(source)
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.IPPROTO_IP, _IP_PKTINFO):
+            heard.local = level, kind, bytes(4) + data[4:]
+            return heard
+        if (level, kind) == (socket.IPPROTO_IPV6, _IPV6_PKTINFO):
+            heard.local = level, kind, data[:16] + bytes(4)
+            return heard
+    return source
 
 
 def _address(sockaddr: tuple[Any, ...]) -> Address:

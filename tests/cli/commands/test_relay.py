@@ -4,12 +4,14 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from meshllm.protocol.trust.identity import NodeKey
 from meshllm_quic.net.address import RELAY_PORT
 from meshllm_quic.relay import relay_server
 from meshllm_quic.relay.relay import Refusal, RelayLimits, Statistics
+from meshllm_quic.wire.packets import AddressRequest
 from tests.cli.conftest import Invoke
 from tests.manual.__main__ import generate
 
@@ -268,22 +271,29 @@ def test_the_default_port_is_that_of_the_relay() -> None:
 
 
 @pytest.mark.socket
-def test_it_runs_without_a_model_and_stops_on_sigterm() -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="asks at 127.0.0.2")
+def test_it_runs_without_a_model_answers_from_where_it_is_asked_and_stops_on_sigterm() -> None:
     code = (
         "import sys\n"
         "from meshllm.cli.app import main\n"
-        "sys.argv = ['meshllm', 'relay', '--listen', '127.0.0.1:0', '--json']\n"
+        "sys.argv = ['meshllm', 'relay', '--listen', '0.0.0.0:0', '--json']\n"
         "try: main()\n"
         "except SystemExit as end:\n"
         "    print(end.code, sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as process:
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", code], stdout=PIPE, stderr=subprocess.DEVNULL, text=True
+        ) as process,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking,
+    ):
         assert process.stdout is not None
-        told = json.loads(process.stdout.readline())
+        port = json.loads(process.stdout.readline())["port"]
+        asking.settimeout(10)
+        asking.sendto(AddressRequest(b"nonce567").encode(), ("127.0.0.2", port))
+        _, answered = asking.recvfrom(2048)
         process.send_signal(signal.SIGTERM)
         rest = process.stdout.read()
 
-    assert told["relay"] == f"127.0.0.1:{told['port']}"
+    assert answered == ("127.0.0.2", port)
     assert rest == "None []\n"

@@ -88,9 +88,12 @@ class Watched(socket.socket):
 
 
 @asynccontextmanager
-async def opened(host: str | None = LOCAL) -> AsyncIterator[tuple[UdpSocket, Heard]]:
+async def opened(
+    host: str | None = LOCAL, *, keeps_local: bool = False
+) -> AsyncIterator[tuple[UdpSocket, Heard]]:
     heard = Heard()
-    made = await UdpNetwork().open(host, 0, heard.batches.put_nowait)
+    network = UdpNetwork(keeps_local=keeps_local)
+    made = await network.open(host, 0, heard.batches.put_nowait)
     try:
         yield made, heard
     finally:
@@ -269,6 +272,30 @@ async def test_datagrams_longer_than_the_mtu_are_dropped() -> None:
 
         assert [data for data, _ in await heard.take(1)] == [b"x"]
         assert kernel.sent == (1,)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="binds all of 127.0.0.0/8")
+@pytest.mark.parametrize("host", [None, "0.0.0.0"])
+async def test_an_answer_leaves_from_the_address_that_was_asked(host: str | None) -> None:
+    async with opened(host, keeps_local=True) as (one, asked), opened() as (other, heard):
+        for place in ((LOCAL, one.port), ("127.0.0.2", one.port)):
+            other.send([b"?"], place)
+            ((_, source),) = await asked.take(1)
+            one.send([b"a", b"b", b"c"], source)
+
+            assert source == (LOCAL, other.port)
+            assert await heard.take(3) == [(b"a", place), (b"b", place), (b"c", place)]
+
+
+@needs_ipv6
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the address")
+async def test_an_answer_over_ipv6_leaves_from_the_address_that_was_asked() -> None:
+    async with opened(None, keeps_local=True) as (one, asked), opened("::1") as (other, heard):
+        other.send([b"?"], ("::1", one.port))
+        ((_, source),) = await asked.take(1)
+        one.send([b"a"], source)
+
+        assert await heard.take(1) == [(b"a", ("::1", one.port))]
 
 
 @needs_ipv6

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Self
@@ -61,7 +62,9 @@ async def relaying(limiter: ConnectionLimiter | None = None) -> AsyncIterator[Re
 class Udp:
     """A client's socket."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = HOST) -> None:
+        """The relay is asked at ``host``."""
+        self.host = host
         self.heard: asyncio.Queue[tuple[bytes, Address]] = asyncio.Queue()
 
     def receive(self, batch: Sequence[tuple[bytes, Address]]) -> None:
@@ -77,7 +80,7 @@ class Udp:
 
     async def ask(self, packet: Packet, port: int) -> tuple[Packet, Address]:
         """Send a packet, and wait for the next received one."""
-        self.socket.send([packet.encode()], (HOST, port))
+        self.socket.send([packet.encode()], (self.host, port))
         data, source = await self.heard.get()
         return decode(data), source
 
@@ -198,6 +201,21 @@ async def test_each_stream_is_a_separate_client() -> None:
 
         assert decode(await other.recv(decode=False)) == UnknownTag(a.tag)
         assert server.statistics.refused == {Refusal.SENDER: 1}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="binds all of 127.0.0.0/8")
+async def test_a_node_hears_a_relay_from_the_address_at_which_it_registered() -> None:
+    async with AsyncExitStack() as stack:
+        opening = open_relay(UdpNetwork(keeps_local=True), "0.0.0.0", 0)
+        server = await stack.enter_async_context(opening)
+        one, other = [await stack.enter_async_context(Udp(at)) for at in (HOST, "127.0.0.2")]
+        a, b = Client(1, server), Client(2, server)
+        await a.register(one)
+        await b.register(other)
+
+        one.socket.send([Relayed(b.tag, a.tag, QUIC).encode()], (HOST, server.udp.port))
+
+        assert (await other.heard.get())[1] == ("127.0.0.2", server.udp.port)
 
 
 async def test_a_stream_that_is_closed_is_forgotten() -> None:
