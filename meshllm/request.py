@@ -181,6 +181,8 @@ class Request:
     """Fewest bits of a weight, and"""
     min_context: int = 0
     """tokens of context of a provider: those of one model may differ, rings of one do not."""
+    deadline_ms: int = 0
+    """Milliseconds for the whole answer; 0 is none. The ingress prefers rings that are as fast."""
     shares_prefix: bool = False
     """Other requests continue the same text: its cached prefix is copied, not taken over."""
     scope: str = ""

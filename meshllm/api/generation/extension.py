@@ -31,7 +31,7 @@ class Needs:
     exact: bool | None = None
     """Refuse models whose tokens are not bit-identical to those of transformers."""
     deadline_ms: int | None = None
-    """End the answer with an error if it is not complete by then."""
+    """Prefer what is fast enough; end the answer with an error if it is not complete by then."""
     first_token_ms: int | None = None
     """End it with an error if its first token has not come by then, such as in a long queue."""
     trust: tuple[str, ...] | None = None
@@ -85,6 +85,7 @@ class Needs:
             needs_exact=bool(self.exact),
             min_bits=self.min_bits,
             min_context=self.min_context or 0,
+            deadline_ms=self.deadline_ms or 0,
             affinity=self.affinity or "",
         )
 

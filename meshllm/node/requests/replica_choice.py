@@ -9,7 +9,8 @@ went, while that ring has less than `MARGIN` requests of this node more in progr
 busy one, or up to twice as many where all rings have more than they run at once: a request would
 wait in each of them, and a move gains less time than computing the beginning again takes. A node
 counts its own requests only, which is exact where one node is the door, and close where the doors
-are used alike.
+are used alike. The least busy of all rings is taken, where others compare two random ones: these
+counts are exact and free, and rendezvous hashing already spreads what several nodes send.
 
 A request counts as often as the ring is slower than the fastest, by the time per step in its best
 answer of the last `FRESH_S`, so that a ring three times as slow gets a third of the chats. A step
@@ -25,6 +26,11 @@ Of rings that are as busy for this reason, the one with the fewest requests of i
 The beginning of a chat is all up to its first question, so that its turns go to one ring even if
 many chats have a system prompt in common, whose cache all rings have then. A request may name
 another text in its place, its affinity, which other requests have in common with it.
+
+A request with a deadline goes to the rings that can write its longest answer by then, by their best
+times; each `MAX_SESSIONS` requests of this node in a ring, behind which it would wait, take as long
+again. A ring without times counts as fast enough. If none is, the fastest ones are taken: most
+answers are shorter than they may be.
 
 The ring that failed last is avoided while there is another one, and so are those that failed more
 often than others. A request that no ring has accepted yet is refused once each of them was asked.
@@ -97,6 +103,7 @@ class ReplicaChoice:
         failures = Counter(tried.failed)
         fewest = min(failures[entry] for entry in others)
         others = [entry for entry in others if failures[entry] == fewest]
+        others = self._in_time(others, request)
         beginning = _beginning(request)
         slowness = self._slowness(others, request.model)
 
@@ -120,6 +127,20 @@ class ReplicaChoice:
         if len(self._known) > MAX_KNOWN:
             del self._known[next(iter(self._known))]
         return chosen
+
+    def _in_time(self, entries: Sequence[RingEntry], request: Request) -> list[RingEntry]:
+        """Return the rings that are fast enough for a deadline; the fastest ones if none is."""
+        if not request.deadline_ms:
+            return list(entries)
+        needs_ms = {
+            entry: self._best(entry, request.model)
+            * request.max_tokens
+            * (1 + self._active[entry] // MAX_SESSIONS)
+            for entry in entries
+        }
+        least = min(needs_ms.values())
+        most = request.deadline_ms if least <= request.deadline_ms else ALIKE * least
+        return [entry for entry, each in needs_ms.items() if each <= most]
 
     def _busy(self, rings: Mapping[RingEntry, Collection[NodeId]]) -> dict[RingEntry, int]:
         """Return the requests in progress that the busiest node of each ring has."""

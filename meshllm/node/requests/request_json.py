@@ -154,8 +154,9 @@ def request_from_json(data: bytes) -> Request:
         raise WrongField("raw", text, hint="give one of them")
     if len(request.scope) > MAX_SCOPE_CHARS:
         raise WrongField("scope", f"`scope` has more than {MAX_SCOPE_CHARS} characters")
-    if request.max_tokens < 0:
-        raise WrongField("max_tokens", f"`max_tokens` is {request.max_tokens}, not at least 0")
+    for name in ("max_tokens", "deadline_ms"):
+        if (value := getattr(request, name)) < 0:
+            raise WrongField(name, f"`{name}` is {value}, not at least 0")
     if len(request.given) > request.max_tokens and not request.scores_prompt:
         text = f"`given` has {len(request.given)} tokens, more than `max_tokens`"
         raise WrongField("given", text)

@@ -76,6 +76,7 @@ async def test_a_deadline_ends_the_answer_of_every_route(
     assert said.status_code == 503
     assert "not complete within 3600 s" in said.json()["error"]["message"]
     assert door.closed.is_set()
+    assert door.requests[0].deadline_ms == 3_600_000
 
 
 @pytest.mark.parametrize("path", [*PATHS, "/v1/messages/count_tokens"])

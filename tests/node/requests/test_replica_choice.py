@@ -216,6 +216,89 @@ def test_a_chat_stays_longer_where_all_rings_have_a_queue(queue: int) -> None:
         assert choice.choose(RINGS, request, Tried()) != first
 
 
+def timed(steps: Mapping[RingEntry, float]) -> ReplicaChoice:
+    """Return a choice that knows the time of a step of some rings."""
+    choice = ReplicaChoice(Clock())
+    for entry, step_time in steps.items():
+        choice.note(entry, "", step_time)
+    return choice
+
+
+def due(deadline_ms: int, text: str = "x") -> Request:
+    return Request(raw=text, max_tokens=100, deadline_ms=deadline_ms)
+
+
+@pytest.mark.parametrize(
+    ("steps", "deadline_ms", "taken"),
+    [
+        ({A: 10.0, B: 30.0, C: 20.0}, 1000, {A}),
+        ({A: 10.0, B: 14.0, C: 12.0}, 1200, {A, C}),
+        ({A: 10.0, B: 14.9, C: 15.1}, 999, {A, B}),
+        ({A: 10.0, B: 14.0, C: 12.0}, 0, {A, B, C}),
+        ({A: 10.0, B: 30.0}, 1000, {A, C}),
+        ({A: 10.0, B: 30.0}, 500, {C}),
+        ({}, 1, {A, B, C}),
+    ],
+    ids=[
+        "one is", "two are", "none is", "no deadline", "unknown too", "only unknown", "all unknown",
+    ],
+)  # fmt: skip
+def test_a_request_with_a_deadline_goes_to_rings_that_are_fast_enough(
+    steps: dict[RingEntry, float], deadline_ms: int, taken: set[RingEntry]
+) -> None:
+    choice, asked = timed(steps), [due(deadline_ms, f"{number}") for number in range(40)]
+
+    assert {choice.choose(RINGS, each, Tried()) for each in asked} == taken
+
+
+def test_every_ring_is_fast_enough_for_no_tokens() -> None:
+    choice = timed({A: 10.0, B: 14.0, C: 12.0})
+    asked = [replace(due(1, f"{number}"), max_tokens=0) for number in range(40)]
+
+    assert {choice.choose(RINGS, each, Tried()) for each in asked} == {A, B, C}
+
+
+def test_a_chat_with_a_deadline_leaves_only_a_ring_that_is_too_slow() -> None:
+    choice, asked = ReplicaChoice(Clock()), due(0)
+    first = choice.choose(RINGS, asked, Tried())
+    for entry in RINGS:
+        choice.note(entry, "", 14.0 if entry == first else 10.0)
+
+    assert choice.choose(RINGS, due(1400), Tried()) == first
+    moved = choice.choose(RINGS, due(1399), Tried())
+    assert moved != first
+    assert choice.choose(RINGS, due(1399), Tried()) == moved
+    assert choice.choose(RINGS, asked, Tried()) == moved  # its cache has the beginning, too
+
+
+def test_the_rings_that_are_fast_enough_share_the_requests_with_a_deadline() -> None:
+    choice, counts = timed({A: 10.0, B: 14.0, C: 40.0}), Counter[RingEntry]()
+    with ExitStack() as stack:
+        for number in range(2 * MAX_SESSIONS):
+            entry = choice.choose(RINGS, due(1500, f"{number}"), Tried())
+            counts[entry] += 1
+            stack.enter_context(choice.asking(entry, Tried()))
+
+    assert counts == {A: MAX_SESSIONS, B: MAX_SESSIONS}
+
+
+def test_a_ring_in_which_a_request_would_wait_is_not_as_fast() -> None:
+    choice, rings = timed({A: 10.0, B: 19.0}), (A, B)
+    with ExitStack() as stack:
+        for entry in (*[A] * MAX_SESSIONS, *[B] * (MAX_SESSIONS - 1)):
+            stack.enter_context(choice.asking(entry, Tried()))
+
+        assert choice.choose(rings, due(0, "a"), Tried()) == A
+        assert choice.choose(rings, due(1900, "b"), Tried()) == B
+        assert choice.choose(rings, due(2000, "c"), Tried()) == A
+
+
+def test_a_ring_that_is_fast_enough_but_failed_is_avoided() -> None:
+    choice, tried = timed({A: 10.0, B: 30.0}), Tried(failed=[A])
+
+    assert choice.choose((A, B), due(1000), tried) == B
+
+
 def test_the_times_of_few_rings_are_kept() -> None:
     choice = ReplicaChoice(Clock())
     for number in range(MAX_TIMED + 1):

@@ -458,6 +458,22 @@ def test_one_kind_of_prompt_is_accepted() -> None:
         request_from_json(request_to_json(Request(raw="a", ids=(1,))))
 
 
+@pytest.mark.parametrize("field", ["max_tokens", "deadline_ms"])
+def test_a_limit_is_not_negative(field: str) -> None:
+    line = request_to_json(Request(raw="a", **{field: -1}))  # type: ignore[arg-type]  # by name
+
+    with pytest.raises(WrongField, match=f"`{field}` is -1, not at least 0"):
+        request_from_json(line)
+
+
+def test_a_request_of_an_earlier_version_has_no_deadline() -> None:
+    fields = json.loads(request_to_json(Request(raw="a", deadline_ms=5)))
+    assert request_from_json(json.dumps(fields).encode()).deadline_ms == 5
+    del fields["deadline_ms"]
+
+    assert request_from_json(json.dumps(fields).encode()).deadline_ms == 0
+
+
 def test_a_scope_is_short() -> None:
     for size, is_read in ((MAX_SCOPE_CHARS, True), (MAX_SCOPE_CHARS + 1, False)):
         line = request_to_json(Request(raw="a", scope="x" * size))
