@@ -4,7 +4,7 @@ import asyncio
 import sqlite3
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, TypeVar, get_args
 
 from starlette.applications import Starlette
@@ -35,12 +35,12 @@ class NewKey:
     concurrency: int | None = None
     tokens_per_day: int | None = None
     trust: tuple[str, ...] = ()
+    deadline_s: int | None = None
+    max_reasoning: int | None = None
 
     def limits(self) -> KeyLimits:
         """Return its limits, which are not checked."""
-        return KeyLimits(
-            self.expires_s, self.models, self.concurrency, self.tokens_per_day, self.trust
-        )
+        return KeyLimits(**{each.name: getattr(self, each.name) for each in fields(KeyLimits)})
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,11 +171,13 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def within(items: AsyncGenerator[T, None], limit_s: float) -> AsyncGenerator[T, None]:
+async def within(
+    items: AsyncGenerator[T, None], limit_s: float, whose: str
+) -> AsyncGenerator[T, None]:
     """Yield the items; close them at the end.
 
     Raises:
-        TimedOut: they are not complete within ``limit_s``.
+        TimedOut: they are not complete within ``limit_s``; its message says ``whose`` limit it is.
     """
     clock = asyncio.get_running_loop().time
     end = clock() + limit_s
@@ -186,7 +188,10 @@ async def within(items: AsyncGenerator[T, None], limit_s: float) -> AsyncGenerat
         except StopAsyncIteration:
             return
         except TimeoutError:
-            raise TimedOut(f"The answer was not complete within {limit_s:g} s") from None
+            raise TimedOut(
+                f"The answer was not complete within {limit_s:g} s, the deadline of {whose}",
+                hint="ask for a shorter answer, or with a later deadline",
+            ) from None
 
 
 async def begun_within(

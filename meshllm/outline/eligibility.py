@@ -59,7 +59,6 @@ def objection(request: Request) -> WrongField | None:
         "schema": request.schema is not None,
         "tools": request.tools is not None,
         "reasoning": bool(request.thinks or request.effort),
-        "max_reasoning_tokens": bool(request.max_reasoning),
         "logprobs": request.logprobs is not None,
     }
     for name, is_set in unfit.items():

@@ -79,7 +79,7 @@ async def test_keys_are_created_listed_and_revoked(
     me = owner(accounts)
     asked = {
         "name": "ci", "models": ["a"], "concurrency": 2, "tokens_per_day": 9, "expires_s": 1,
-        "trust": ["attic"],
+        "trust": ["attic"], "deadline_s": 60, "max_reasoning": 0,
     }  # fmt: skip
 
     made = await owned.post("/owner/keys", headers=me, json=asked)
@@ -90,11 +90,12 @@ async def test_keys_are_created_listed_and_revoked(
 
     key = accounts.find(made.json()["key"])
     assert key
-    assert (key.limits, key.is_owner) == (KeyLimits(1, ("a",), 2, 9, ("attic",)), False)
+    assert (key.limits, key.is_owner) == (KeyLimits(1, ("a",), 2, 9, ("attic",), 60, 0), False)
     assert [each.status_code for each in (made, again, gone, nobody)] == [200, 400, 200, 400]
     assert listed.headers["cache-control"] == "no-store"
     found = {each["name"]: each for each in listed.json()["keys"]}
     assert (found["ci"]["state"], found["me"]["owner"]) == ("revoked", True)
+    assert [found["ci"][each] for each in ("deadline_s", "max_reasoning")] == [60, 0]
     assert made.json()["key"] not in listed.text
 
 
@@ -123,6 +124,8 @@ async def test_the_mesh_is_told_of_revoked_keys(
         {"name": "x", "models": ["a\nb"]},
         {"name": "x", "models": [""]},
         {"name": "x", "trust": [""]},
+        {"name": "x", "deadline_s": 0},
+        {"name": "x", "max_reasoning": -1},
         {"name": "x", "owner": True},
         {},
     ],

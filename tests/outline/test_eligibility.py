@@ -104,7 +104,6 @@ UNFIT = {
     "schema": {"schema": "{}"},
     "tools": {"tools": Tools('[{"name": "f"}]')},
     "reasoning": {"thinks": True},
-    "max_reasoning_tokens": {"max_reasoning": 9},
     "logprobs": {"logprobs": 2},
     "max_tokens": {"max_tokens": 127},
     "message of the user": {"turns": (QUESTION, {"role": "assistant", "content": "Well"})},

@@ -15,7 +15,7 @@ import secrets
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import astuple, dataclass, fields
+from dataclasses import asdict, astuple, dataclass, fields
 from hmac import compare_digest
 from pathlib import Path
 from threading import RLock
@@ -49,7 +49,8 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS keys (
     name TEXT PRIMARY KEY, id TEXT UNIQUE NOT NULL, hash BLOB NOT NULL, created_s INTEGER NOT NULL,
     expires_s INTEGER, models TEXT NOT NULL, concurrency INTEGER, tokens_per_day INTEGER,
-    revoked_s INTEGER, owner INTEGER NOT NULL DEFAULT 0, trust TEXT NOT NULL DEFAULT ''
+    revoked_s INTEGER, owner INTEGER NOT NULL DEFAULT 0, trust TEXT NOT NULL DEFAULT '',
+    deadline_s INTEGER, max_reasoning INTEGER
 );
 CREATE TABLE IF NOT EXISTS usage (
     day TEXT, key TEXT, model TEXT, requests INTEGER NOT NULL, errors INTEGER NOT NULL,
@@ -77,6 +78,10 @@ class KeyLimits:
     """Read and written, in a day of UTC."""
     trust: tuple[str, ...] = ()
     """Names or ids of the only nodes that may see its requests."""
+    deadline_s: int | None = None
+    """Most seconds for an answer."""
+    max_reasoning: int | None = None
+    """Most tokens of reasoning of an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +111,8 @@ class ApiKey:
             "state": self.state(now_s),
             "owner": self.is_owner,
             "created_s": self.created_s,
-            "expires_s": self.limits.expires_s,
             "revoked_s": self.revoked_s,
-            "models": list(self.limits.models),
-            "concurrency": self.limits.concurrency,
-            "tokens_per_day": self.limits.tokens_per_day,
-            "trust": list(self.limits.trust),
+            **asdict(self.limits),
         }
 
 
@@ -170,6 +171,7 @@ class Accounts:
         row = (
             name, key_id, self._hash(key), int(now_s), limits.expires_s, "\n".join(limits.models),
             limits.concurrency, limits.tokens_per_day, None, is_owner, "\n".join(limits.trust),
+            limits.deadline_s, limits.max_reasoning,
         )  # fmt: skip
         tag = key_id, self._seal(key_id, tag_of(key))
         try:
@@ -282,11 +284,17 @@ def tag_of(key: str) -> bytes:
 
 
 _KEY = (
-    "name, id, created_s, expires_s, models, concurrency, tokens_per_day, revoked_s, owner, trust"
+    "name, id, created_s, expires_s, models, concurrency, tokens_per_day, revoked_s, owner, trust, "
+    "deadline_s, max_reasoning"
 )
 _COLUMNS = _KEY.replace("id, ", "id, hash, ", 1)
 _VALUES = ", ".join("?" for _ in _COLUMNS.split(", "))
-_ADDED = {"owner": "INTEGER NOT NULL DEFAULT 0", "trust": "TEXT NOT NULL DEFAULT ''"}
+_ADDED = {
+    "owner": "INTEGER NOT NULL DEFAULT 0",
+    "trust": "TEXT NOT NULL DEFAULT ''",
+    "deadline_s": "INTEGER",
+    "max_reasoning": "INTEGER",
+}
 """Columns that files of earlier versions lack."""
 _NAMES = [each.name for each in fields(KeyUsage)]
 _RECORD = (
@@ -328,11 +336,17 @@ def _create(path: Path) -> None:
 
 def _check_limits(limits: KeyLimits) -> None:
     """Raise `UserError` for a limit that cannot be stored, or that would be read as no limit."""
-    bounds = {"expires_s": LAST_S, "concurrency": MAX_COUNT, "tokens_per_day": MAX_COUNT}
-    for field, most in bounds.items():
+    bounds = {
+        "expires_s": (1, LAST_S),
+        "concurrency": (1, MAX_COUNT),
+        "tokens_per_day": (1, MAX_COUNT),
+        "deadline_s": (1, MAX_COUNT),
+        "max_reasoning": (0, MAX_COUNT),
+    }
+    for field, (least, most) in bounds.items():
         value = getattr(limits, field)
-        if value is not None and not 1 <= value <= most:
-            text = f"`{field}` of a key is {value}, not between 1 and {most}"
+        if value is not None and not least <= value <= most:
+            text = f"`{field}` of a key is {value}, not between {least} and {most}"
             raise UserError(text, hint="without it there is no limit")
     for field in ("models", "trust"):
         for name in getattr(limits, field):
@@ -351,20 +365,16 @@ def _add_column(database: sqlite3.Connection, column: str, kind: str) -> None:
             raise
 
 
-def _key_of(row: Sequence[object]) -> ApiKey:
-    name, key_id, created_s, expires_s, models, concurrency, tokens, revoked_s, owner, trust = row
-    limits = KeyLimits(
-        expires_s,  # type: ignore[arg-type]  # the types of the columns
-        tuple(filter(None, str(models).split("\n"))),
-        concurrency,  # type: ignore[arg-type]
-        tokens,  # type: ignore[arg-type]
-        tuple(filter(None, str(trust).split("\n"))),
-    )
+def _key_of(row: Sequence[Any]) -> ApiKey:
+    found = dict(zip(_KEY.split(", "), row, strict=True))
+    for name in ("models", "trust"):
+        found[name] = tuple(filter(None, found[name].split("\n")))
+    limits = KeyLimits(**{each.name: found[each.name] for each in fields(KeyLimits)})
     return ApiKey(
-        str(name),
-        str(key_id),
-        created_s,  # type: ignore[arg-type]
+        found["name"],
+        found["id"],
+        found["created_s"],
         limits,
-        revoked_s,  # type: ignore[arg-type]
-        owner == 1,
+        found["revoked_s"],
+        found["owner"] == 1,
     )

@@ -3,6 +3,7 @@
 import secrets
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from meshllm.api.access.accounts import ApiKey
 from meshllm.api.generation.generating import DRAWN_SEEDS, SEEDS
@@ -163,10 +164,19 @@ def answer_as_needed(
     """Return the events of requests, see `Service.answer`; raise `WrongField` for an unmet need."""
     needs = needs or Needs()
     needs.check(model)
+    needs, whose = _with_deadline(needs, key)
     events = service.answer(key, model, [needs.of(each) for each in asked], outline)
     if needs.first_token_ms:
         events = begun_within(events, needs.first_token_ms / 1000, _is_begun)
-    return within(events, needs.deadline_ms / 1000) if needs.deadline_ms else events
+    return within(events, needs.deadline_ms / 1000, whose) if needs.deadline_ms else events
+
+
+def _with_deadline(needs: Needs, key: ApiKey | None) -> tuple[Needs, str]:
+    """Return the needs with the deadline of the key, if that is earlier, and whose it is."""
+    limit_s = key.limits.deadline_s if key else None
+    if key is None or limit_s is None or 1000 * limit_s >= (needs.deadline_ms or inf):
+        return needs, "the request"
+    return replace(needs, deadline_ms=1000 * limit_s), f"the key `{key.name}`"
 
 
 def _is_begun(news: Choices) -> bool:

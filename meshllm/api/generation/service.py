@@ -120,7 +120,7 @@ class Service:
         try:
             asked = [_fitting(model, each) for each in asked]
             await self._learn_usage(key)
-            asked = [self._scoped(key, _trusting(key, each)) for each in asked]
+            asked = [self._scoped(key, _limited(key, _trusting(key, each))) for each in asked]
             outline = self._affordable(key, asked, outline)
             asker = key.name if key and not key.is_owner else None
             reserving = self._reserved(key, asked, outline)
@@ -264,6 +264,14 @@ def _trusting(key: ApiKey | None, asked: Request) -> Request:
         text = f"The key does not trust the node `{strangers[0][:100]}`"
         raise WrongField("meshllm.trust", text, hint=f"it trusts {', '.join(trusted)}")
     return asked if asked.trusted is not None else replace(asked, trusted=trusted)
+
+
+def _limited(key: ApiKey | None, asked: Request) -> Request:
+    """Return a request whose reasoning is within the limit of its key; its own may be lower."""
+    most, own = key.limits.max_reasoning if key else None, asked.max_reasoning
+    if most is None or not (asked.turns and asked.max_tokens):  # else there is no reasoning
+        return asked
+    return replace(asked, max_reasoning=most if own is None else min(own, most))
 
 
 def _allowed(key: ApiKey | None, models: Sequence[ModelStatus]) -> Sequence[ModelStatus]:

@@ -30,6 +30,7 @@ Examples:
   meshllm key create me --owner
   meshllm key create ci --models Qwen/Qwen3-0.6B --json
   meshllm key create clinic --trust attic,cellar
+  meshllm key create class --deadline 60s --max-reasoning 2000
 """
 )
 @takes("state")
@@ -58,6 +59,14 @@ def create(
             help="Let only these nodes see its requests: names or ids, comma-separated.",
         ),
     ] = None,
+    deadline: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="End answers that take longer: `90s`, `5m`."),
+    ] = None,
+    max_reasoning: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="N", help="Allow N tokens of reasoning in an answer."),
+    ] = None,
     owner: Annotated[
         bool,
         typer.Option(
@@ -80,7 +89,15 @@ def create(
     if trusted == ():
         raise UserError("`--trust` names no node", hint="leave it out to trust all")
     expires_s = None if expires is None else int(now) + parse_duration(expires)
-    limits = KeyLimits(expires_s, allowed or (), concurrency, tokens_per_day, trusted or ())
+    limits = KeyLimits(
+        expires_s,
+        allowed or (),
+        concurrency,
+        tokens_per_day,
+        trusted or (),
+        None if deadline is None else parse_duration(deadline),
+        max_reasoning,
+    )
     chosen = settings(flags)
     with opened_accounts(chosen) as accounts:
         key = accounts.create(name, limits, now, is_owner=owner)
@@ -121,7 +138,7 @@ def list_keys(as_json: Json = False, **flags: Scalar) -> None:
     elif found:
         header = (
             "name", "id", "state", "role", "created", "expires", "models", "at a time",
-            "tokens a day", "trusts",
+            "tokens a day", "trusts", "s an answer", "reasoning",
         )  # fmt: skip
         render.out(render.table(header, [_row(each, now) for each in found]))
     else:
@@ -205,6 +222,7 @@ def _row(key: "ApiKey", now: float) -> tuple[object, ...]:
         key.name, key.id, key.state(now), "owner" if key.is_owner else "user",
         _date(key.created_s), expires, ", ".join(limits.models) or "all",
         limits.concurrency, limits.tokens_per_day, ", ".join(limits.trust) or "all",
+        limits.deadline_s, limits.max_reasoning,
     )  # fmt: skip
 
 

@@ -60,7 +60,9 @@ def _check(request: Request) -> None:
     if not request.computes:
         raise WrongField("model", "A provider counts no tokens")
     if request.max_reasoning is not None:
-        raise WrongField("max_reasoning_tokens", "A provider takes no limit of reasoning")
+        hint = "omit it, or use a key that does not limit reasoning"
+        text = "A provider takes no limit of reasoning"
+        raise WrongField("max_reasoning_tokens", text, hint=hint)
     if request.logprobs is not None and not request.turns:
         raise WrongField("logprobs", "A provider tells log probabilities of chats only")
 

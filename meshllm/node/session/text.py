@@ -200,9 +200,10 @@ class RingBackend:
     ) -> Constraint | None:
         """Return what the answer may continue with."""
         text, grammar = self.text, await self._grammar(request)
-        most = request.max_reasoning
-        if most is None and not text.style.takes_effort:
-            most = most_of_effort(request.effort, request.max_tokens)
+        limits = [request.max_reasoning]
+        if not text.style.takes_effort:
+            limits.append(most_of_effort(request.effort, request.max_tokens))
+        most = min((each for each in limits if each is not None), default=None)
         if reasoning and (grammar or most is not None):
             begin, end = map(text.markers.get, (reasoning.form.begin, reasoning.form.end))
             if begin is not None and end is not None:
@@ -219,7 +220,8 @@ class RingBackend:
                 problem = (
                     "The reasoning of this model cannot be limited: its markers are not tokens"
                 )
-                raise WrongField("max_reasoning_tokens", problem)
+                hint = "omit it, or use a key that does not limit reasoning"
+                raise WrongField("max_reasoning_tokens", problem, hint=hint)
         if grammar and request.given:
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(text.grammars, grammar.take, request.given)

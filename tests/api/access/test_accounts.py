@@ -15,7 +15,7 @@ NOW = 1_000_000.0
 
 
 def test_a_created_key_is_found_with_its_limits(accounts: Accounts) -> None:
-    limits = KeyLimits(2_000_000, ("a/b", "c"), 3, 400)
+    limits = KeyLimits(2_000_000, ("a/b", "c"), 3, 400, ("attic",), 60, 0)
 
     key = accounts.create("laptop", limits, NOW)
 
@@ -90,6 +90,8 @@ def test_a_key_expires_at_its_time(accounts: Accounts) -> None:
         KeyLimits(tokens_per_day=0),
         KeyLimits(models=("",)),
         KeyLimits(trust=("", "attic")),
+        KeyLimits(deadline_s=0),
+        KeyLimits(max_reasoning=-1),
         KeyLimits(models=("fox\udcff",)),
     ],
 )
@@ -199,14 +201,18 @@ def test_keys_of_an_earlier_version_are_users(tmp_path: Path) -> None:
     with Accounts.open(tmp_path) as accounts:
         key = accounts.create("old", KeyLimits(), NOW)
     with closing(sqlite3.connect(tmp_path / FILE)) as database:
-        database.execute("ALTER TABLE keys DROP COLUMN owner")
-        database.execute("ALTER TABLE keys DROP COLUMN trust")
+        for column in ("owner", "trust", "deadline_s", "max_reasoning"):
+            database.execute(f"ALTER TABLE keys DROP COLUMN {column}")
 
-    for _ in range(2):
+    for number in range(2):
         with Accounts.open(tmp_path) as accounts:
             found = accounts.find(key)
             assert found
-            assert (found.name, found.is_owner) == ("old", False)
+            assert (found.name, found.limits, found.is_owner) == ("old", KeyLimits(), False)
+            limits = KeyLimits(deadline_s=60, max_reasoning=7)
+            new = accounts.find(accounts.create(f"new{number}", limits, NOW))
+            assert new
+            assert new.limits == limits
 
 
 def test_a_revoked_key_is_told_by_a_tag_that_was_encrypted(

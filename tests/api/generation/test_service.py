@@ -1,7 +1,7 @@
 import asyncio
 import sqlite3
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from meshllm.status import ModelStatus
 from meshllm.traces.file import TraceFile
 from meshllm.traces.recorder import Recorder
 from meshllm.traces.trace import read_trace
+from tests.builders.bodies import PATHS
 from tests.builders.fake_node import FOX, FakeNode
 from tests.builders.fake_ring import answer_of
 from tests.builders.writer import ASKED as OUTLINED
@@ -456,3 +457,101 @@ async def test_the_trusted_nodes_of_a_key_hold_for_every_route(
     said = await client.post(path, json=body, headers=bearer(key))
 
     assert (said.status_code, door.requests[0].trusted) == (200, ("attic",))
+
+
+COUNTED = "/v1/messages/count_tokens"
+REASON = {"/v1/chat/completions", "/v1/messages", "/v1/responses"}
+
+
+@pytest.mark.parametrize("path", [*PATHS, COUNTED])
+async def test_the_deadline_and_the_reasoning_of_a_key_hold_for_every_route(
+    client: httpx2.AsyncClient,
+    accounts: Accounts,
+    door: FakeNode,
+    advance: Callable[[float], None],
+    path: str,
+) -> None:
+    key = accounts.create("class", KeyLimits(deadline_s=3600, max_reasoning=9), 0)
+    body = {"model": "builtin", **PATHS.get(path, {"messages": BODY["messages"]})}
+    door.waits_at = 0
+
+    asking = asyncio.ensure_future(client.post(path, json=body, headers=bearer(key)))
+    await door.begun.wait()
+    advance(3600)
+    said = await asking
+
+    assert (said.status_code, said.headers["retry-after"]) == (503, "2")
+    told = "not complete within 3600 s, the deadline of the key `class`; ask for a shorter answer"
+    assert told in said.json()["error"]["message"]
+    assert door.closed.is_set()
+    assert door.requests[0].deadline_ms == 3_600_000
+    assert door.requests[0].max_reasoning == (9 if path in REASON else None)
+
+
+@pytest.mark.parametrize(
+    ("own_ms", "whose"),
+    [(60_001, "the key `class`"), (60_000, "the request"), (30_000, "the request")],
+)
+async def test_the_earlier_deadline_counts_and_is_named(
+    client: httpx2.AsyncClient,
+    accounts: Accounts,
+    door: FakeNode,
+    advance: Callable[[float], None],
+    own_ms: int,
+    whose: str,
+) -> None:
+    key = accounts.create("class", KeyLimits(deadline_s=60), 0)
+    door.waits_at, deadline_ms = 0, min(own_ms, 60_000)
+    body = BODY | {"meshllm": {"deadline_ms": own_ms, "affinity": "x"}}
+
+    asking = asyncio.ensure_future(client.post(PATH, json=body, headers=bearer(key)))
+    await door.begun.wait()
+    advance(deadline_ms / 1000)
+    said = await asking
+
+    told = f"within {deadline_ms / 1000:g} s, the deadline of {whose}"
+    assert told in said.json()["error"]["message"]
+    assert (door.requests[0].deadline_ms, door.requests[0].affinity) == (deadline_ms, "x")
+
+
+@pytest.mark.parametrize(
+    ("keys", "own", "most"),
+    [(9, None, 9), (9, 10, 9), (9, 8, 8), (9, 0, 0), (0, 8, 0), (0, None, 0), (None, 8, 8)],
+)
+async def test_the_lower_limit_of_reasoning_counts(
+    client: httpx2.AsyncClient,
+    accounts: Accounts,
+    door: FakeNode,
+    keys: int | None,
+    own: int | None,
+    most: int,
+) -> None:
+    key = accounts.create("class", KeyLimits(max_reasoning=keys), 0)
+    body = BODY | {"max_reasoning_tokens": own}
+
+    said = await client.post(PATH, json=body, headers=bearer(key))
+
+    assert (said.status_code, door.requests[0].max_reasoning) == (200, most)
+
+
+async def test_a_deadline_that_is_invalid_is_refused_with_a_key_that_has_one(
+    client: httpx2.AsyncClient, accounts: Accounts, door: FakeNode
+) -> None:
+    key = accounts.create("class", KeyLimits(deadline_s=60), 0)
+
+    said = await client.post(PATH, json=BODY | {"meshllm": {"deadline_ms": 0}}, headers=bearer(key))
+
+    assert said.json()["error"]["param"] == "meshllm.deadline_ms"
+    assert not door.requests
+
+
+async def test_a_key_that_limits_reasoning_gets_outlines(
+    client: httpx2.AsyncClient, accounts: Accounts, door: FakeNode
+) -> None:
+    key = accounts.create("class", KeyLimits(max_reasoning=9), 0)
+    door.backend = writer = Writer()
+
+    said = await client.post(PATH, json=BODY | {"meshllm": {"outline": True}}, headers=bearer(key))
+
+    assert said.status_code == 200
+    assert [each.max_reasoning for each in writer.requests] == [0] * 4

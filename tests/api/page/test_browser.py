@@ -415,12 +415,14 @@ async def test_the_owners_views_need_an_owners_key(
 async def test_a_key_is_shown_with_the_nodes_that_it_trusts(
     visit: Visit, accounts: Accounts, owner: str
 ) -> None:
-    accounts.create("clinic", KeyLimits(tokens_per_day=1, trust=("attic", "desk")), 0)
+    limits = KeyLimits(tokens_per_day=1, trust=("attic", "desk"), deadline_s=60, max_reasoning=0)
+    accounts.create("clinic", limits, 0)
     page = await visit.open("keys")
 
     await unlock(page, owner)
 
-    await page.locator("#key-rows").get_by_text("1 token a day; trusts attic, desk").wait_for()
+    told = "1 token a day; trusts attic, desk; 60 s an answer; 0 tokens of reasoning"
+    await page.locator("#key-rows").get_by_text(told).wait_for()
 
 
 async def test_the_owner_creates_and_revokes_keys(
@@ -433,13 +435,17 @@ async def test_the_owner_creates_and_revokes_keys(
     await page.fill("#key-name", "laptop")
     await page.fill("#key-days", "30")
     await page.fill("#key-tokens", "1000")
+    await page.fill("#key-seconds", "60")
+    await page.fill("#key-reasoning", "0")
 
     await page.click("#create-key")
     await page.locator("#made").wait_for()
 
     found = accounts.find(await page.input_value("#made-key"))
     assert found
-    assert (found.name, found.limits.tokens_per_day, found.is_owner) == ("laptop", 1000, False)
+    assert (found.name, found.is_owner) == ("laptop", False)
+    limits = replace(found.limits, expires_s=None)
+    assert limits == KeyLimits(tokens_per_day=1000, deadline_s=60, max_reasoning=0)
     assert "2026-11-25" in await page.inner_text("#usage-rows")
     await page.get_by_role("button", name="Revoke laptop").click()
     await page.locator("#key-rows").get_by_text("revoked").wait_for()

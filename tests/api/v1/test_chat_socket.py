@@ -401,7 +401,8 @@ async def test_a_revoked_key_ends_with_its_next_ask(door: FakeNode, accounts: Ac
 
 async def test_the_limits_of_a_key_apply(door: FakeNode, accounts: Accounts) -> None:
     door.waits_at = 0
-    key = accounts.create("guest", KeyLimits(concurrency=1), 0)
+    limits = KeyLimits(concurrency=1, deadline_s=3600, max_reasoning=9)
+    key = accounts.create("guest", limits, 0)
     headers = {"authorization": f"Bearer {key}"}
     async with (
         serving(door, accounts) as address,
@@ -414,6 +415,8 @@ async def test_the_limits_of_a_key_apply(door: FakeNode, accounts: Accounts) -> 
         (error,) = await until_end(socket)
 
     assert (error["id"], error["error"]["code"]) == ("b", "rate_limit_exceeded")
+    (asked,) = door.requests
+    assert (asked.deadline_ms, asked.max_reasoning) == (3_600_000, 9)
 
 
 async def test_a_long_message_that_cannot_wait_is_refused_alone(

@@ -48,15 +48,21 @@ def test_limits_are_stored(meshllm: Invoke) -> None:
         "--tokens-per-day",
         "9",
     )
-    words = (*words, "--trust", "attic, cellar")
+    words = (*words, "--trust", "attic, cellar", "--deadline", "5m", "--max-reasoning", "0")
     made = json.loads(meshllm("key", "create", "ci", *words, "--json").stdout)
 
     (listed,) = json.loads(meshllm("key", "list", "--json").stdout)["keys"]
     assert listed["expires_s"] == made["expires_s"] == listed["created_s"] + 30 * 86400
     assert (listed["models"], listed["concurrency"], listed["tokens_per_day"]) == (["a", "b"], 2, 9)
     assert listed["trust"] == ["attic", "cellar"]
+    assert (listed["deadline_s"], listed["max_reasoning"]) == (300, 0)
     assert made["key"] not in meshllm("key", "list", "--json").stdout
-    assert "attic, cellar" in meshllm("key", "list").stdout
+    head, row = meshllm("key", "list").stdout.splitlines()
+    assert "attic, cellar" in row
+    assert (head.split()[-4:], row.split()[-2:]) == (
+        ["s", "an", "answer", "reasoning"],
+        ["300", "0"],
+    )
 
 
 def test_a_list_shows_every_key_and_no_secret(meshllm: Invoke) -> None:
@@ -90,6 +96,9 @@ def test_an_invalid_name_is_refused(meshllm: Invoke, name: str) -> None:
         (("create", "a", "--expires", "soon"), "Invalid duration `soon`"),
         (("create", "a", "--expires", "999999999d"), "Invalid duration `999999999d`"),
         (("create", "a", "--trust", ","), "`--trust` names no node"),
+        (("create", "a", "--deadline", "soon"), "Invalid duration `soon`"),
+        (("create", "a", "--deadline", "0s"), "Invalid duration `0s`"),
+        (("create", "a", "--max-reasoning", "-1"), "Invalid value for '--max-reasoning'"),
         (("create", "a", "--models", ""), "`--models` names no model"),
         (("create", "a", "--models", "fox\x1b"), "empty or not printable"),
         (("create", "a", "--tokens-per-day", str(1 << 63)), "`tokens_per_day` of a key is"),

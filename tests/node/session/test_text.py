@@ -416,6 +416,9 @@ async def test_reasoning_is_closed_in_time(
     assert (await events_of(ring, low))[1].reasoning_tokens == 3  # two tokens, and its end
     medium = replace(low, effort="medium")
     assert (await events_of(ring, medium))[1].reasoning_tokens == 6
+    for most, count in ((9, 3), (1, 2)):  # the lower limit counts
+        _, limited = await events_of(ring, replace(low, max_reasoning=most))
+        assert limited.reasoning_tokens == count
     monkeypatch.setattr(text, "style", replace(style, takes_effort=True))
     assert (await events_of(ring, low))[1].reasoning_tokens == 10
 

@@ -58,6 +58,8 @@ function keyRow(found) {
     found.concurrency && `${found.concurrency} at a time`,
     found.tokens_per_day && `${counted(found.tokens_per_day, "token")} a day`,
     found.trust.length && `trusts ${found.trust.join(", ")}`,
+    found.deadline_s && `${found.deadline_s} s an answer`,
+    found.max_reasoning !== null && `${counted(found.max_reasoning, "token")} of reasoning`,
   ].filter(Boolean);
   const revoker = found.state === "active" ? button("Revoke", () => revoke(found.name), `Revoke ${found.name}`) : "";
   return row(
@@ -81,7 +83,7 @@ function revoke(name) {
 
 const create = () =>
   reported(async () => {
-    const count = (name) => Number(at(name).value) || null;
+    const count = (name) => (at(name).value ? Number(at(name).value) : null);
     const days = count("key-days");
     const made = await call("/owner/keys", {
       name: at("key-name").value.trim(),
@@ -89,6 +91,8 @@ const create = () =>
       models: at("key-models").value.split(",").map((name) => name.trim()).filter(Boolean),
       concurrency: count("key-together"),
       tokens_per_day: count("key-tokens"),
+      deadline_s: count("key-seconds"),
+      max_reasoning: count("key-reasoning"),
     });
     at("made-key").value = (await made.json()).key;
     at("made").hidden = false;
