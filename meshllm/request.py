@@ -207,6 +207,22 @@ class Request:
         """Whether a forward is needed: else the tokens of the prompt are only counted."""
         return bool(self.max_tokens or self.embeds or self.scores_prompt)
 
+    @property
+    def beyond_engines(self) -> tuple[str, str] | None:
+        """The field that asks for what no engine does, and a phrase about it; None without one."""
+        if self.scores_prompt:
+            return "echo", "A provider cannot score a prompt"
+        if self.embeds:
+            return "model", "A provider computes no embeddings for the mesh"
+        if not self.computes:
+            return "model", "A provider counts no tokens"
+        if self.max_reasoning is not None:
+            text = "A provider takes no limit of reasoning: omit it, or use a key that sets none"
+            return "max_reasoning_tokens", text
+        if self.logprobs is not None and not self.turns:
+            return "logprobs", "A provider tells log probabilities of chats only"
+        return None
+
 
 class FinishReason(StrEnum):
     """Why an answer ended."""

@@ -95,7 +95,7 @@ class ModelStatus:
     version reports."""
     beside: tuple[ProviderOffer, ...] = ()
     """Of a model of rings: those of providers of its name, which answer what needs more than the
-    rings have; empty if there are too many to list."""
+    rings have, and new requests while no ring serves; empty if there are too many to list."""
 
     @property
     def is_uniform(self) -> bool:

@@ -11,10 +11,12 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
+    AbstractContextManager,
     AsyncExitStack,
     ExitStack,
     aclosing,
     asynccontextmanager,
+    nullcontext,
     suppress,
 )
 from dataclasses import replace
@@ -344,6 +346,11 @@ class MeshClient:
         """Return None: the ingress knows what its rings have."""
         _ = model
         return None
+
+    def using(self, model: str) -> AbstractContextManager[None]:
+        """Do nothing: the ingress counts which models are used."""
+        _ = model
+        return nullcontext()
 
     def offers(self, model: str) -> Mapping[NodeId, ModelOffer]:
         """Return no node: the ingress knows them."""

@@ -91,7 +91,8 @@ class FakeNode:
     def report(self) -> MeshStatus:
         status = mesh_status()
         assert status.model
-        known = replace(status.model, fingerprint="fp_0123456789ab")
+        rings = 0 if self.waits_for else 1
+        known = replace(status.model, fingerprint="fp_0123456789ab", rings=rings)
         model = replace(known, name=self.served, beside=self.beside) if self.served else None
         status = replace(status, model=model, provided=self.provided)
         state = RingState.FORMING if self.waits_for else RingState.SERVING

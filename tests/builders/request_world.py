@@ -1,8 +1,8 @@
 """Nodes that answer requests for one another, over a network without delay."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -75,6 +75,8 @@ class FakeRing:
     """Of the ring of each entry."""
     sizes: dict[str, ModelOffer] = field(default_factory=dict)
     """What the rings of each model have, where that is known."""
+    used: list[str] = field(default_factory=list)
+    """The models that count as used while providers are asked."""
     exact: frozenset[NodeId] = frozenset()
     """The entries of rings that are exact."""
     explained: list[tuple[RingPlan | None, RingPlan | None]] = field(default_factory=list)
@@ -114,9 +116,15 @@ class FakeRing:
     def of_rings(self, model: str) -> ModelOffer | None:
         return self.sizes.get(model)
 
+    @contextmanager
+    def using(self, model: str) -> Iterator[None]:
+        self.used.append(model)
+        yield
+
     def offers(self, model: str) -> dict[NodeId, ModelOffer]:
-        provided = self.provided.get(model, ())
-        return {node: self.offered.get(node, ModelOffer(model)) for node in provided}
+        name = self.sizes[model].model if model in self.sizes else model
+        provided = self.provided.get(name, ())
+        return {node: self.offered.get(node, ModelOffer(name)) for node in provided}
 
     def name_of(self, node: NodeId) -> str:
         known = {ME: "me", ENTRY: "entry", OTHER: "other"}

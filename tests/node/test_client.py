@@ -4,7 +4,7 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, aclosing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,9 @@ class Inn(House):
 
     def of_rings(self, model: str) -> ModelOffer | None:
         return None
+
+    def using(self, model: str) -> AbstractContextManager[None]:
+        raise NotImplementedError
 
     def offers(self, model: str) -> dict[NodeId, ModelOffer]:
         return {self.me: ModelOffer(model)} if model else {}

@@ -693,7 +693,7 @@ def offered(node: MeshNode) -> bool:
 
 
 @pytest.mark.socket
-async def test_an_engine_answers_for_the_model_of_the_ring_what_the_ring_cannot(
+async def test_an_engine_answers_for_the_model_of_the_ring_what_the_ring_cannot_or_without_it(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(provider_module, "POLL_S", 0.05)
@@ -713,10 +713,13 @@ async def test_an_engine_answers_for_the_model_of_the_ring_what_the_ring_cannot(
         own = [await ask(control_of(node), QUESTION) for node in (a, b)]
         with pytest.raises(WrongField, match="with context 1024, and in fp32 by provider b "):
             await ask(control_of(b), replace(QUESTION, min_context=2049))
+        await mesh.kill("a")
+        await until(lambda: not report_of(b).models[0].rings, b)
+        texts.append(await ask(control_of(b), QUESTION))
 
-    assert texts == ["What is a ring? "] * 2
+    assert texts == ["What is a ring? "] * 3
     assert own == [await reference()] * 2
-    assert [body["model"] for body, _ in engine.asked] == [engine.model] * 2
+    assert [body["model"] for body, _ in engine.asked] == [engine.model] * 3
 
 
 async def test_a_prompt_reaches_no_ring_with_a_node_that_is_not_trusted(mesh: Mesh) -> None:

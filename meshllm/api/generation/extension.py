@@ -10,6 +10,7 @@ from meshllm.api.generation.generating import DRAWN_SEEDS, SEEDS
 from meshllm.api.generation.service import Choices, Service
 from meshllm.api.respond import begun_within, within
 from meshllm.names import bits_of
+from meshllm.node.requests.needs import lacking, waits_for_ring
 from meshllm.outline.eligibility import OutlineMode
 from meshllm.request import Answer, Piece
 from meshllm.request import Request as Asked
@@ -50,12 +51,17 @@ class Needs:
             raise WrongField("meshllm.min_precision", text, hint="int4, int8, bf16, fp16 or fp32")
         return bits
 
-    def choose(self, model: ModelStatus) -> ModelStatus:
-        """Return the model as its providers serve it if one has the sizes that its rings lack."""
-        if not model.beside or self._has(model.weight_precision, model.context):
-            return model
-        able = not self.exact and any(self._has(it.precision, it.context) for it in model.beside)
-        return of_providers(model.name, model.beside) if able else model
+    def choose(self, model: ModelStatus, asked: Sequence[Asked]) -> ModelStatus:
+        """Return the model as its providers serve it if these answer, in place of its rings.
+
+        One of them has the sizes that its rings lack, or no ring serves now.
+        """
+        if self._has(model.weight_precision, model.context):
+            able = not model.rings and all(self._may_substitute(model, each) for each in asked)
+        else:
+            sizes = ((each.precision, each.context) for each in model.beside)
+            able = not self.exact and any(self._has(*each) for each in sizes)
+        return of_providers(model.name, model.beside) if model.beside and able else model
 
     def check(self, model: ModelStatus) -> None:
         """Raise `WrongField` if a model does not have what the request needs.
@@ -89,6 +95,12 @@ class Needs:
             deadline_ms=self.deadline_ms or 0,
             affinity=self.affinity or "",
         )
+
+    def _may_substitute(self, model: ModelStatus, asked: Asked) -> bool:
+        """Return whether a provider of a model answers a request while no ring serves."""
+        asked = self.of(asked)
+        able = (not lacking(each.precision, each.context, asked) for each in model.beside)
+        return not waits_for_ring(asked) and any(able)
 
     def _has(self, precision: str, context: int) -> bool:
         return bits_of(precision) >= self.min_bits and context >= (self.min_context or 0)
@@ -133,6 +145,10 @@ class Extension(Needs):
             raise WrongField("meshllm.outline", f"`meshllm.outline` cannot make {what}")
         return None
 
+    def _may_substitute(self, model: ModelStatus, asked: Asked) -> bool:
+        is_outlined = self.outline is True  # which only a ring does
+        return not is_outlined and Needs._may_substitute(self, model, asked)
+
 
 def seed_of(needs: SeededNeeds | None) -> int:
     """Return the seed of a request, a random one unless it is given."""
@@ -141,16 +157,15 @@ def seed_of(needs: SeededNeeds | None) -> int:
 
 
 async def model_as_needed(
-    service: Service, key: ApiKey | None, name: str, needs: Needs | None
+    service: Service, key: ApiKey | None, name: str, asked: Sequence[Asked], needs: Needs | None
 ) -> ModelStatus:
-    """Return a model by name, as its rings or its providers serve it, whichever the needs choose.
+    """Return a model by name, as its rings or its providers serve it, whichever answer requests.
 
     Raises:
         Refused: it is not served, yet or to this key.
         WrongField: the precision is unknown.
     """
-    model = await service.model(key, name)
-    return needs.choose(model) if needs else model
+    return (needs or Needs()).choose(await service.model(key, name), asked)
 
 
 def answer_as_needed(

@@ -237,7 +237,7 @@ async def call(
     schema, tools = schema_of(apart.get("response_format")), tools_of(apart)
     asked = [replace(each, schema=schema, tools=tools) for each in body.requests()]
     needs = body.meshllm
-    model = await model_as_needed(service, key, body.model, needs)
+    model = await model_as_needed(service, key, body.model, asked, needs)
     outline = needs.outline_mode(model, body.choices) if needs else None
     events = answer_as_needed(service, key, model, asked, needs, outline)
     return ChatCall(model, asked, events)

@@ -137,7 +137,7 @@ def routes(service: Service) -> list[Route]:
         body, apart = await read_fields(service, request, Completion, APART)
         prompts = read_prompts(apart.get("prompt"), "prompt", MAX_PROMPTS)
         asked, key = body.requests(prompts), key_of(request)
-        model = await model_as_needed(service, key, body.model, body.meshllm)
+        model = await model_as_needed(service, key, body.model, asked, body.meshllm)
         head = (model.name, model.fingerprint, asked, body.choices, body.has_usage)
         reply = _TextReply("cmpl", *head, is_traced(request))
         events = answer_as_needed(service, key, model, asked, body.meshllm)

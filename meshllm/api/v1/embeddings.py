@@ -97,8 +97,8 @@ def routes(service: Service) -> list[Route]:
         common = body.request()
         inputs = read_prompts(apart.get("input"), "input", MAX_INPUTS)
         key = key_of(request)
-        model = await model_as_needed(service, key, body.model, body.meshllm)
         asked = [with_prompt(common, each) for each in inputs]
+        model = await model_as_needed(service, key, body.model, asked, body.meshllm)
         reply = _EmbeddingsReply(model.name, body.encoding_format == "base64", len(asked))
         events = answer_as_needed(service, key, model, asked, body.meshllm)
         headers = headers_of(model)

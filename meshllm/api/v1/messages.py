@@ -297,7 +297,7 @@ def routes(service: Service) -> list[Route]:
     async def messages(request: Request) -> Response:
         (body, apart), key = await _read(service, request, Messages), key_of(request)
         asked = replace(body.request(), tools=tools_of_messages(*map(apart.get, APART)))
-        model = await model_as_needed(service, key, body.model, body.meshllm)
+        model = await model_as_needed(service, key, body.model, [asked], body.meshllm)
         reply = _MessagesReply(model.name, asked.sampling.seed, is_traced(request))
         events = answer_as_needed(service, key, model, [asked], body.meshllm)
         headers = headers_of(model)
@@ -309,7 +309,7 @@ def routes(service: Service) -> list[Route]:
         (body, apart), key = await _read(service, request, MessagesPrompt), key_of(request)
         tools = tools_of_messages(*map(apart.get, APART))
         asked = Asked(body.turns(), max_tokens=0, tools=tools, thinks=body.thinks)
-        model = await model_as_needed(service, key, body.model, body.meshllm)
+        model = await model_as_needed(service, key, body.model, [asked], body.meshllm)
         events = answer_as_needed(service, key, model, [asked], body.meshllm)
         return JSONResponse({"input_tokens": await while_connected(request, _count(events))})
 

@@ -408,7 +408,7 @@ def routes(service: Service) -> list[Route]:
         asked, key = body.request(turns), key_of(request)
         schema, tools = schema_of_format(given.get("format")), tools_of(given, is_flat=True)
         asked = replace(asked, schema=schema, tools=tools)
-        model = await model_as_needed(service, key, body.model, body.meshllm)
+        model = await model_as_needed(service, key, body.model, [asked], body.meshllm)
         reply = _ResponsesReply(
             model.name, body, given, owner, turns, store, asked.sampling.seed, is_traced(request)
         )

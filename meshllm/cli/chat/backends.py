@@ -83,14 +83,12 @@ def _running(
         return node, change(chosen, {"model": "the running node"}), _NODE
     status = _fetch_status(chosen)
     model = _model_of(status, flags["model"])
-    is_provided = bool(model and model.providers)
-    reader = _reader_of(status, model)
-    if model and is_provided:
-        reader = f"{_listed(model.providers)} of the mesh"
+    providers = _providers_of(model) if model else ()
+    reader = f"{_listed(providers)} of the mesh" if providers else _reader_of(status, model)
     if not quiet:
         if reader:
             _announce(reader)
-        if not is_provided and (cause := _awaited(status, model)):
+        if not providers and (cause := _awaited(status, model)):
             render.talk(render.dim(f"waiting: {cause}"))
     opener = node if model is None or not flags["model"] else _asking(node, model.name)
     served = change(chosen, {"model": render.one_line(model.name)}) if model else chosen
@@ -150,6 +148,12 @@ def _asking(opener: Opener, model: str) -> Opener:
             yield _OfModel(backend, model)
 
     return opened
+
+
+def _providers_of(model: "ModelStatus") -> tuple[str, ...]:
+    """Return the providers that answer for a model now: for one of rings if none serves."""
+    beside = () if model.rings else model.beside
+    return model.providers or tuple(each.provider for each in beside)
 
 
 def _listed(providers: Sequence[str]) -> str:

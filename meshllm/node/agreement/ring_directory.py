@@ -4,7 +4,7 @@ This node is in some of the rings; of the others it knows what their nodes publi
 """
 
 from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager
 
 from meshllm.errors import LinkLost
 from meshllm.names import GroupId, LossCause, ModelKey, NodeId, RingEntry, short, show
@@ -50,6 +50,10 @@ class RingDirectory:
         if (wanted := self._wanted(model)) is None:
             return None
         return ModelOffer(wanted.shape.name, wanted.precision, wanted.shape.context)
+
+    def using(self, model: str) -> AbstractContextManager[None]:
+        """Count a model as used inside the context, so that its rings are loaded."""
+        return self._own.use.using(model)
 
     def offers(self, model: str) -> dict[NodeId, ModelOffer]:
         """Return the nodes that provide a model now, and what they say of it.

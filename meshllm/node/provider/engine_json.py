@@ -31,7 +31,8 @@ _PENALTIES = ("frequency_penalty", "presence_penalty")
 
 def call_of(request: Request) -> tuple[str, dict[str, Any]]:
     """Return the path and the body that ask an engine; raise `WrongField` for what none can do."""
-    _check(request)
+    if refused := request.beyond_engines:
+        raise WrongField(*refused)
     body: dict[str, Any] = {
         "model": request.model,
         "stream": True,
@@ -49,22 +50,6 @@ def call_of(request: Request) -> tuple[str, dict[str, Any]]:
         body["prompt"] = list(request.ids) if request.ids else request.raw or ""
         return COMPLETIONS, body
     return CHAT, body | _chat(request)
-
-
-def _check(request: Request) -> None:
-    """Raise `WrongField` for what no engine does."""
-    if request.scores_prompt:
-        raise WrongField("echo", "A provider cannot score a prompt")
-    if request.embeds:
-        raise WrongField("model", "A provider computes no embeddings for the mesh")
-    if not request.computes:
-        raise WrongField("model", "A provider counts no tokens")
-    if request.max_reasoning is not None:
-        hint = "omit it, or use a key that does not limit reasoning"
-        text = "A provider takes no limit of reasoning"
-        raise WrongField("max_reasoning_tokens", text, hint=hint)
-    if request.logprobs is not None and not request.turns:
-        raise WrongField("logprobs", "A provider tells log probabilities of chats only")
 
 
 def _sampling(request: Request) -> dict[str, Any]:

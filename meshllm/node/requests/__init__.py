@@ -4,6 +4,7 @@ __all__ = [
     "counts",
     "held_bytes",
     "model_list",
+    "needs",
     "peer_requests",
     "request_json",
     "router",

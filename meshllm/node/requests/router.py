@@ -27,6 +27,14 @@ fails before its first event. Between the trusted nodes that provide it with the
 context that the request needs, the ingress chooses as between rings. If there are none, the request
 is refused with what there is.
 
+While no ring of a model serves, because its rings load, lack nodes or are broken, a new request
+goes to such a provider of its name, at once: also if a ring would have been there in a second, as
+this node cannot tell. It must not need what only rings do, see `waits_for_ring`. The model counts
+as used all the same, so that a ring is loaded if that takes a request. If every provider fails
+before its first event, or refuses the request, it waits for a ring like those that no provider may
+answer. This is decided when the request comes: one that waits for a ring, or that a ring has
+accepted, stays with rings.
+
 When a ring breaks, the ingress repeats the request on the next ring, see
 `meshllm.protocol.ring.failover`. While the nodes of the next one still load their layers, a request
 that has begun waits longer than a new one. A client repeats it only after losing the link to its
@@ -38,7 +46,13 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    AsyncExitStack,
+    aclosing,
+    asynccontextmanager,
+)
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -59,13 +73,13 @@ from meshllm.names import (
     NodeId,
     RingEntry,
     SessionId,
-    bits_of,
     show,
 )
 from meshllm.node.admission_queue import AdmissionQueue
 from meshllm.node.event_loop import OffLoop
 from meshllm.node.requests.counts import Counts
 from meshllm.node.requests.held_bytes import HeldBytes, size_of
+from meshllm.node.requests.needs import PROMPT, lacking, waits_for_ring
 from meshllm.node.requests.peer_requests import MAX_FORWARDED, PeerRequests
 from meshllm.node.requests.remote import Remote
 from meshllm.node.requests.replica_choice import ReplicaChoice, Tried, step_ms
@@ -158,6 +172,10 @@ class Ring(Protocol):
 
     def awaited(self, model: str) -> str:
         """Return why requests for a model wait for its rings; empty if one serves."""
+        ...
+
+    def using(self, model: str) -> AbstractContextManager[None]:
+        """Count a model as used inside the context, so that its rings are loaded."""
         ...
 
     def offers(self, model: str) -> Mapping[NodeId, ModelOffer]:
@@ -283,10 +301,10 @@ class RequestRouter:
         request = self._scoped(self._with_ids(request, asker), asker)
         if (model := self._provided_model(request)) is not None:
             answer = self._provided(replace(request, model=model))
+        elif (model := self._substituted_model(request)) is not None:
+            answer = self._substituting(request, model, asker)
         else:
-            answer = telling_waits(
-                self._failing_over(request, asker), partial(self._ring.awaited, request.model)
-            )
+            answer = self._awaiting_ring(request, asker)
         self.counts.active += 1
         try:
             with self._held.holding(asker_of((None, request.scope)), size_of(request)):
@@ -305,6 +323,47 @@ class RequestRouter:
             return request.model
         ring = self._ring.of_rings(request.model)
         return ring.model if ring and _lacks(ring, request, is_ring=True) else None
+
+    def _substituted_model(self, request: Request) -> str | None:
+        """Return the name of the model that a provider is asked for while none of its rings serves.
+
+        None if a ring is asked all the same.
+        """
+        if waits_for_ring(request) or not self._able(request):
+            return None
+        ring = self._ring.of_rings(request.model)
+        return ring.model if ring and self._ring.awaited(request.model) else None
+
+    async def _substituting(
+        self, request: Request, model: str, asker: NodeId | None
+    ) -> AsyncGenerator[Event, None]:
+        """Yield the events of an answer of a provider, or of a ring if all providers fail at once.
+
+        Meanwhile the model counts as used, so that its rings are loaded.
+        """
+        provided, is_begun = self._provided(replace(request, model=model)), False
+        try:
+            with self._ring.using(request.model):
+                async with aclosing(provided) as events:
+                    async for event in events:
+                        is_begun = True
+                        yield event
+        except MeshError as error:  # an engine may also refuse what a ring does not
+            if is_begun:
+                raise
+            logger.info("no provider answers, a ring is awaited: %s", error)
+        else:
+            return
+        async with aclosing(self._awaiting_ring(request, asker)) as events:
+            async for event in events:
+                yield event
+
+    def _awaiting_ring(
+        self, request: Request, asker: NodeId | None
+    ) -> AsyncGenerator[Event, None]:
+        """Return the events of an answer of rings, and before them what the request waits for."""
+        awaited = partial(self._ring.awaited, request.model)
+        return telling_waits(self._failing_over(request, asker), awaited)
 
     async def _failing_over(
         self, request: Request, asker: NodeId | None
@@ -364,13 +423,12 @@ class RequestRouter:
             WrongField: none of these is trusted, or has what the request needs.
             MeshError: the error of the last one, if all have failed.
         """
-        known = self._ring.offers(request.model)
-        trusted = {node: offer for node, offer in known.items() if _is_trusted(node, request)}
-        able = [node for node, offer in trusted.items() if not _lacks(offer, request)]
-        if left := [RingEntry(node) for node in able if node not in tried]:
+        if left := [RingEntry(node) for node in self._able(request) if node not in tried]:
             return self._replicas.choose(left, request, Tried())
         if tried:
             raise list(tried.values())[-1]
+        known = self._ring.offers(request.model)
+        trusted = {node: offer for node, offer in known.items() if _is_trusted(node, request)}
         name, hint = request.model[:100], "see `meshllm ring status` for the models that are served"
         if any(not _lacks(offer, request) for offer in known.values()):
             text = f"No trusted node provides `{name}` as the request needs it"
@@ -381,21 +439,29 @@ class RequestRouter:
             raise WrongField("meshllm.trust", f"No trusted node provides `{name}`", hint=hint)
         raise ModelMissing(f"No node provides `{name}`", hint=hint)
 
+    def _able(self, request: Request) -> list[NodeId]:
+        """Return the trusted providers of a model that have what a request needs."""
+        return [
+            node
+            for node, offer in self._ring.offers(request.model).items()
+            if _is_trusted(node, request) and not _lacks(offer, request)
+        ]
+
     def _unmet(self, offers: Mapping[NodeId, ModelOffer], request: Request) -> UserError:
         """Return the error of a need that nothing meets, with what there is."""
         ring, count = self._ring.of_rings(request.model), len(request.ids)
         lacks = {_lacks(offer, request) for offer in offers.values()}
         if ring:
             lacks.add(_lacks(ring, request, is_ring=True))
-        if lacks == {_PROMPT}:
+        if lacks == {PROMPT}:
             longest = max(offer.context for offer in offers.values())
             text = f"This model's maximum context length is {longest} tokens"
             return ContextTooLong(f"{text}; the prompt has {count}")
-        needs = [f"`{each}`" for each in sorted(lacks - {_PROMPT})]
-        if _PROMPT in lacks:
+        needs = [f"`{each}`" for each in sorted(lacks - {PROMPT})]
+        if PROMPT in lacks:
             needs.append(f"a prompt of {count} tokens")
         text = f"Nothing meets {' and '.join(needs)}: {self._served(offers, request)}"
-        return WrongField(max(lacks - {_PROMPT}), text, hint="lower a need, or leave it out")
+        return WrongField(max(lacks - {PROMPT}), text, hint="lower a need, or leave it out")
 
     def _served(self, offers: Mapping[NodeId, ModelOffer], request: Request) -> str:
         """Return a phrase about all that serve the model of a request."""
@@ -590,22 +656,8 @@ class RequestRouter:
         yield event
 
 
-_PROMPT = "prompt"  # what a provider lacks if its context is too short for it
-
-
 def _lacks(offer: ModelOffer, request: Request, *, is_ring: bool = False) -> str:
-    """Return the need of a request that an offer does not meet; empty if it meets all.
-
-    Of the rings of a model only precision and context are compared here. Whether one is exact
-    depends on its nodes, see `_objection`, and the entry itself refuses a prompt that is too long.
-    """
-    if request.needs_exact and not is_ring:  # engines compute in their own way
-        return "meshllm.exact"
-    if bits_of(offer.precision) < request.min_bits:
-        return "meshllm.min_precision"
-    if 0 < offer.context < len(request.ids) and not is_ring:
-        return _PROMPT
-    return "meshllm.min_context" if offer.context < request.min_context else ""
+    return lacking(offer.precision, offer.context, request, is_ring=is_ring)
 
 
 def _described(offer: ModelOffer, who: str) -> str:

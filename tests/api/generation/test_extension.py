@@ -202,6 +202,40 @@ async def test_a_response_says_whether_a_ring_or_a_provider_of_the_model_answers
     assert len(door.requests) == 1
 
 
+@pytest.mark.parametrize(
+    ("fields", "precision"),
+    [
+        ({}, "fp32"),
+        ({"meshllm": {"min_precision": "bf16"}}, "fp32"),
+        ({"meshllm": {"outline": "auto"}}, "fp32"),
+        ({"meshllm": {"outline": True}, "max_tokens": 512}, "bfloat16"),
+        ({"meshllm": {"exact": True}}, "bfloat16"),
+        ({"max_reasoning_tokens": 64}, "bfloat16"),
+    ],
+)
+async def test_a_response_says_that_a_provider_answers_while_no_ring_serves(
+    client: httpx2.AsyncClient, door: FakeNode, fields: dict[str, Any], precision: str
+) -> None:
+    door.beside, door.waits_for = (ProviderOffer("gpu", "fp32", 8192),), "it loads"
+
+    said = await client.post(PATH, json=BODY | fields)
+
+    assert (said.status_code, said.headers["x-meshllm-precision"]) == (200, precision)
+    assert ("x-meshllm-model-digest" in said.headers) == (precision == "bfloat16")
+
+
+@pytest.mark.parametrize(("count", "precision"), [(8192, "fp32"), (8193, "bfloat16")])
+async def test_more_ids_than_a_provider_takes_wait_for_the_ring(
+    client: httpx2.AsyncClient, door: FakeNode, count: int, precision: str
+) -> None:
+    door.beside, door.waits_for = (ProviderOffer("gpu", "fp32", 8192),), "it loads"
+
+    asked = {"model": "builtin", "prompt": [1] * count}
+    said = await client.post("/v1/completions", json=asked)
+
+    assert said.headers["x-meshllm-precision"] == precision
+
+
 async def test_an_answer_of_a_provider_beside_a_ring_is_not_outlined(
     client: httpx2.AsyncClient, door: FakeNode
 ) -> None:

@@ -10,7 +10,7 @@ from meshllm.status import ModelStatus, ProviderOffer
 from tests.builders.fake_node import FOX, FakeNode
 
 OBJECT = {"object": "model", "created": 0, "owned_by": "meshllm"}
-MODEL = OBJECT | {"id": "builtin", "meshllm": {"precision": "bfloat16"}}
+MODEL = OBJECT | {"id": "builtin", "meshllm": {"precision": "bfloat16", "rings": 1}}
 
 
 async def test_models_are_listed(client: httpx2.AsyncClient) -> None:

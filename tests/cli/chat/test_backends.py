@@ -28,7 +28,7 @@ from meshllm.node.membership.bootstrap import client_folder
 from meshllm.protocol.trust.credential import Role
 from meshllm.protocol.trust.identity import NodeKey
 from meshllm.protocol.trust.ticket import SECRET_BYTES, Ticket
-from meshllm.status import RingState, ServedRing
+from meshllm.status import ProviderOffer, RingState, ServedRing
 from tests.builders.fake_node import FOX, FakeNode
 from tests.builders.fake_ring import FakeRing, answer_of
 from tests.builders.status import node_id
@@ -175,6 +175,15 @@ def test_a_provided_model_waits_for_no_ring(ask: Ask, node: FakeNode) -> None:
     node.provided, node.waits_for = (FOX,), "no plan yet"
 
     assert "waiting" not in ask("chat", "--model", "fox").stderr
+
+
+def test_a_provider_that_answers_in_place_of_a_ring_is_named(ask: Ask, node: FakeNode) -> None:
+    node.beside, node.waits_for = (ProviderOffer("gpu"),), "no plan yet"
+    forming = ask("chat").stderr
+    node.waits_for = ""
+
+    assert forming == "the prompt leaves this machine: it goes to the provider `gpu` of the mesh\n"
+    assert ask("chat").stderr == ""
 
 
 def test_one_serving_replica_is_enough(

@@ -368,6 +368,9 @@ def test_a_model_is_used_while_answers_are_in_progress_or_awaited() -> None:
         await asyncio.sleep(61)
         assert used(place) == ()
 
+        with place.directory.using("other"):  # while a provider answers
+            assert used(place) == (other,)
+
     run(story)
 
 

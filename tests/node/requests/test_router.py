@@ -1026,19 +1026,138 @@ def test_who_waits_for_a_ring_is_told_once_why(world: World, at: NodeId) -> None
 
 def test_only_a_request_for_a_ring_waits_for_it(world: World) -> None:
     router = world.add(ME, FakeRing(**BESIDE, at=None))
-    beside = replace(FOX, min_bits=16)
+    beside: list[dict[str, Any]] = [{"min_bits": 16}, {}, {"trusted": ("other",)}]
+    waiting: list[dict[str, Any]] = [{"needs_exact": True}, {"trusted": ("entry",)}]
+    cases: list[tuple[dict[str, Any], list[Event]]] = [
+        *((changes, []) for changes in beside),
+        *((changes, [Waiting("they sleep")]) for changes in waiting),
+    ]
 
     async def story() -> None:
         with pytest.raises(WrongField, match="by a ring that has yet to form with context 4096"):
             await all_of(router, replace(FOX, min_bits=32))
-        for request, told in ((beside, []), (FOX, [Waiting("they sleep")])):
-            events: list[Event] = []
+        for changes, told in cases:
+            request, events = replace(FOX, **changes), list[Event]()
             with suppress(TimeoutError, NotServed):
                 async with asyncio.timeout(2 * RING_S):
                     await note(router, events, request)
             assert events == told
 
     world.run(story)
+
+
+@pytest.mark.parametrize(
+    "needs",
+    [{}, {"min_bits": 8, "min_context": 4096}, {"model": "alias"}, {"trusted": ("other",)}],
+    ids=["nothing", "both", "alias", "trusted"],
+)
+def test_a_new_request_goes_to_a_provider_at_once_while_no_ring_of_its_name_serves(
+    world: World, needs: dict[str, Any]
+) -> None:
+    ring = FakeRing(**BESIDE, at=None)
+    router = world.add(ME, ring)
+    for node in (ENTRY, OTHER):
+        world.add(node, FakeRing(attempts=[answer()]))
+    request = replace(FOX, **needs)
+
+    async def story() -> None:
+        now = asyncio.get_running_loop().time
+        begin = now()
+        assert text_of(await all_of(router, request)) == TEXT
+        assert now() == begin
+        ring.at = ENTRY
+        assert text_of(await all_of(router, replace(request, trusted=None))) == TEXT
+
+    world.run(story)
+    assert [each.model for each in world.rings[OTHER].asked] == ["fox"]
+    assert len(world.rings[ENTRY].asked) == 1
+    assert ring.used == [request.model]  # so that a ring is loaded
+    assert router.counts.served == 2
+
+
+@pytest.mark.parametrize(
+    "needs",
+    [
+        {"needs_exact": True},
+        {"given": (0, 1)},
+        {"embeds": True},
+        {"max_tokens": 0},
+        {"max_reasoning": 9},
+        {"trusted": ("entry",)},
+        {"raw": None, "ids": (1,) * 32769},
+    ],
+    ids=["exact", "begun", "embedding", "count", "reasoning", "not trusted", "too long"],
+)
+def test_what_no_provider_may_answer_waits_for_a_ring(world: World, needs: dict[str, Any]) -> None:
+    ring = FakeRing(**BESIDE, at=None, exact=frozenset({ENTRY}))
+    router = world.add(ME, ring)
+    world.add(ENTRY, FakeRing(attempts=[answer()]))
+
+    async def story() -> None:
+        asking = asyncio.ensure_future(all_of(router, replace(FOX, **needs)))
+        await asyncio.sleep(20)
+        ring.at = ENTRY
+        await asking
+
+    world.run(story)
+    assert {peer for _, peer, _ in world.sent if peer != ME} == {ENTRY}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [GONE, BUSY, MeshError("It broke"), UserError("The engine refused (400): no tools")],
+    ids=["gone", "busy", "broken", "refused"],
+)
+def test_a_request_that_every_provider_fails_or_refuses_waits_for_a_ring(
+    world: World, error: MeshError
+) -> None:
+    ring = FakeRing(**BESIDE, at=None)
+    router = world.add(ME, ring)
+    world.add(OTHER, FakeRing(attempts=[[error]]))
+    world.add(ENTRY, FakeRing(attempts=[answer()]))
+
+    async def story() -> None:
+        asking = asyncio.ensure_future(all_of(router, FOX))
+        await asyncio.sleep(20)
+        ring.at = ENTRY
+        assert text_of(await asking) == TEXT
+
+    world.run(story)
+    assert len(world.rings[OTHER].asked) == 1
+
+
+def test_an_answer_that_a_provider_has_begun_in_place_of_a_ring_ends_with_its_error(
+    world: World,
+) -> None:
+    router = world.add(ME, FakeRing(**BESIDE, at=None))
+    world.add(OTHER, FakeRing(attempts=[[Piece("a "), MeshError("It broke")]]))
+
+    async def story() -> None:
+        with pytest.raises(MeshError, match="It broke"):
+            await all_of(router, FOX)
+
+    world.run(story)
+    assert router.counts.failed == 1
+
+
+def test_a_request_that_a_ring_has_accepted_stays_with_rings(world: World) -> None:
+    ring = FakeRing(**BESIDE, at=ENTRY)
+    router = world.add(ME, ring)
+    world.add(ENTRY, FakeRing(attempts=[[None], answer()]))
+
+    async def story() -> None:
+        asking = asyncio.ensure_future(all_of(router, FOX))
+        await asyncio.sleep(1)
+        ring.at = None
+        router.lost(ENTRY)
+        world.routers[ENTRY].lost(ME)
+        await asyncio.sleep(5)
+        assert not asking.done()
+        ring.at = ENTRY
+        assert text_of(await asking) == TEXT
+
+    world.run(story)
+    assert OTHER not in {peer for _, peer, _ in world.sent}
 
 
 def test_a_prompt_goes_to_trusted_providers_only(world: World) -> None:
