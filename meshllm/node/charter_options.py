@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable
 from dataclasses import replace
+from shlex import quote
 from typing import Any
 
 from meshllm.errors import ModelError, ModelMissing, UserError
@@ -113,7 +114,7 @@ def serve(charter: Charter, model: Charter, asked: ModelOptions) -> Charter:
     changes = _changes(model, asked)
     if model.key == charter.key:
         first = replace(charter, **changes, version=charter.version + 1)
-        _check_names(first, charter.models)
+        _check_names(first, first)
         return first
     others = tuple(each for each in charter.models if each.key != model.key)
     if len(others) + 2 > MAX_SERVED:
@@ -122,7 +123,7 @@ def serve(charter: Charter, model: Charter, asked: ModelOptions) -> Charter:
             hint="stop one with `meshllm model stop NAME`",
         )
     changed = replace(model, **changes)
-    _check_names(changed, (*others, charter))
+    _check_names(changed, charter)
     return replace(charter, models=tuple(sorted((*others, changed), key=lambda each: each.key)))
 
 
@@ -190,22 +191,29 @@ def _check_aliases(aliases: Collection[str]) -> None:
             )
 
 
-def _check_names(model: Charter, others: Iterable[Charter]) -> None:
-    """Raise `UserError` if a name of a model is that of another one."""
+def _check_names(model: Charter, mesh: Charter) -> None:
+    """Raise `UserError` if a name of a model is that of another one of the mesh."""
+    others = (each for each in mesh.served if each.key != model.key)
     taken = {name: each for each in others for name in (each.shape.name, *each.aliases)}
     for name in (model.shape.name, *model.aliases):
-        if name in taken:
-            stops = f"stop that one with `meshllm model stop {name}`"
-            is_model = name == model.shape.name
-            other = (
-                "copy this one to a folder of another name"
-                if is_model
-                else "choose another `--alias`"
-            )
+        if (other := taken.get(name)) is not None:
+            is_first = other.key == mesh.key  # which is always served
+            stops = "" if is_first else f"stop that one with `meshllm model stop {name}`, or "
             raise UserError(
-                f"The mesh serves another model as `{name}`, with `--quant {taken[name].quant}`",
-                hint=f"{stops}, or {other}",
+                f"The mesh serves another model as `{name}`, with `--quant {other.quant}`",
+                hint=stops + _other_name(model, name, other),
             )
+
+
+def _other_name(model: Charter, name: str, other: Charter) -> str:
+    """Return how to serve a model under another name than that of another one."""
+    if name != model.shape.name:
+        return "choose another `--alias`"
+    if model.config_digest != other.config_digest or name != other.shape.name:
+        return "copy this one to a folder of another name"
+    link = quote(f"{name.rstrip('/').rpartition('/')[2]}-{model.quant}")
+    serves = f"meshllm model serve ./{link} --quant {model.quant} --alias {link}"
+    return f"link its folder, which `meshllm model list` shows: `ln -s FOLDER {link}; {serves}`"
 
 
 def refuse_other(

@@ -165,6 +165,14 @@ def test_another_model_is_refused() -> None:
     assert raised.value.hint
 
 
+STOP = "stop that one with `meshllm model stop org/fox`, or "
+COPY = "copy this one to a folder of another name"
+LINK = (
+    "link its folder, which `meshllm model list` shows: `ln -s FOLDER {0};"
+    " meshllm model serve ./{0} --quant {1} --alias {0}`"
+)
+
+
 def named(name: str, **changes: Any) -> Charter:
     base = charter()
     return replace(base, shape=replace(base.shape, name=name), **changes)
@@ -230,7 +238,33 @@ def test_an_alias_in_use_has_a_hint() -> None:
     with pytest.raises(UserError) as caught:
         serve(charter(), named("fox"), ModelOptions("fox", aliases=("tiny",)))
 
-    assert str(caught.value.hint).endswith("or choose another `--alias`")
+    assert caught.value.hint == "choose another `--alias`"  # the first model cannot be stopped
+    both = serve(charter(), named("fox"), ModelOptions("fox"))
+    with pytest.raises(UserError) as caught:
+        serve(both, named("owl"), ModelOptions("owl", aliases=("fox",)))
+    assert caught.value.hint == STOP.replace("org/", "") + "choose another `--alias`"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "stops", "other"),
+    [
+        ("tiny", {"quant": Quant.INT8}, "", LINK.format("tiny-int8", "int8")),
+        ("org/fox", {"quant": Quant.NONE}, STOP, LINK.format("fox-none", "none")),
+        ("org/fox", {"config_digest": Digest(bytes(32))}, STOP, COPY),
+        ("small", {"quant": Quant.INT4}, STOP.replace("org/fox", "small"), COPY),
+    ],
+    ids=["first", "quantisation", "another model", "alias"],
+)
+def test_a_name_in_use_has_a_hint_how_to_serve_both(
+    name: str, changes: dict[str, Any], stops: str, other: str
+) -> None:
+    fox = named("org/fox", quant=Quant.INT8)
+    both = serve(charter(), fox, ModelOptions("org/fox", aliases=("small",)))
+
+    with pytest.raises(UserError, match=f"another model as `{name}`, with `--quant ") as caught:
+        serve(both, named(name, **changes), ModelOptions(name))
+
+    assert caught.value.hint == stops + other
 
 
 def test_names_are_of_one_model_and_models_are_limited() -> None:
@@ -240,9 +274,4 @@ def test_names_are_of_one_model_and_models_are_limited() -> None:
 
     with pytest.raises(UserError, match=f"serves {MAX_SERVED} models"):
         serve(mesh, named("fox"), ModelOptions("fox"))
-    with pytest.raises(UserError, match="another model as `m1`, with `--quant none`") as caught:
-        serve(stop(mesh, "m2"), named("m1", quant=Quant.INT8), ModelOptions("m1"))
-    assert caught.value.hint == (
-        "stop that one with `meshllm model stop m1`, or copy this one to a folder of another name"
-    )
     assert serve(mesh, mesh.models[0], ModelOptions("m0", replicas=2)).models[0].replicas == 2
