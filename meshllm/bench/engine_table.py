@@ -9,8 +9,7 @@ read as many bytes as the weights have.
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from meshllm.bench.engines import Engine, EngineTask, Forward, line_up
 from meshllm.bench.ring_table import random_model
-from meshllm.model.device import CPU, default_threads, to_host
+from meshllm.model.device import CPU, to_host, using_threads
 from meshllm.model.pages import huge_zeros
 from meshllm.names import Quant
 
@@ -94,7 +93,11 @@ class EngineTable:
 
 def measure(case: EngineBenchmark, report: Callable[[str], None]) -> EngineTable:
     """Create the model and run every task with all contestants."""
-    with random_model(case.model, torch.bfloat16) as folder, _computing(case.threads):
+    with (
+        random_model(case.model, torch.bfloat16) as folder,
+        using_threads(case.threads),
+        torch.inference_mode(),
+    ):
         device = torch.device(case.device)
         contestants = line_up(folder, case.quants, report, device)
         rows: list[EngineRow] = []
@@ -182,15 +185,3 @@ def _repeats(task: EngineTask, rounds: int) -> int:
 
 def _median_ratio(above: Sequence[float], below: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(above, below, strict=True))
-
-
-@contextmanager
-def _computing(threads: int | None) -> Iterator[None]:
-    """Set the number of threads of torch, in inference mode."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads or default_threads())
-    try:
-        with torch.inference_mode():
-            yield
-    finally:
-        torch.set_num_threads(before)

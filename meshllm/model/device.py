@@ -9,7 +9,8 @@ nothing waits.
 
 import errno
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from shutil import which
 
@@ -68,6 +69,17 @@ def refused_gpu(wanted: str, dtype: torch.dtype, quant: Quant = Quant.NONE) -> s
 def default_threads() -> int:
     """Return how many threads of torch to use at most: its own number, within the usable cores."""
     return min(torch.get_num_threads(), usable_cores())
+
+
+@contextmanager
+def using_threads(threads: int | None) -> Iterator[None]:
+    """Let torch use so many threads in the block; None is as many as `default_threads`."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or default_threads())
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def name_of(device: torch.device) -> str:

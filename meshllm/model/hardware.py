@@ -98,5 +98,10 @@ def fingerprint() -> tuple[str, ...]:
 
     It is as on the first call: libraries set variables for themselves when they are imported.
     """
+    return (*cpu_kind(), str(usable_cores()), *library_environment())
+
+
+def cpu_kind() -> tuple[str, ...]:
+    """Return the kind of the CPU, and whether this process may compile kernels for it."""
     kind = platform.machine(), platform.processor(), *cpu_lines()
-    return (*kind, str(usable_cores()), str(allows_executable_memory()), *library_environment())
+    return *kind, str(allows_executable_memory())

@@ -8,6 +8,7 @@ from torch import Tensor
 from meshllm.bench import engine_table
 from meshllm.bench.engine_table import EngineBenchmark, Rounds, measure, summarise, take_turns
 from meshllm.bench.engines import Engine, EngineTask, Forward, line_up
+from meshllm.model import device
 from meshllm.names import Quant
 
 PREFILL, DECODE = EngineTask("prefill", 8), EngineTask("decode", 2)
@@ -40,7 +41,7 @@ def test_contestants_use_no_more_threads_than_cores_can_be(
 ) -> None:
     monkeypatch.setattr(engine_table, "TASKS", (EngineTask("decode", 1),))
     monkeypatch.setattr(engine_table, "PROBE_BYTES", 8)
-    monkeypatch.setattr(engine_table, "default_threads", lambda: 3)
+    monkeypatch.setattr(device, "default_threads", lambda: 3)
     used = list[int]()
 
     def noted(*args: Any) -> list[Engine]:

@@ -22,6 +22,7 @@ from meshllm.model.device import (
     refused_gpu,
     to_device,
     to_host,
+    using_threads,
 )
 from meshllm.model.files.source import Source, open_folder
 from meshllm.model.parity.cases import WholeSession
@@ -80,6 +81,19 @@ def test_no_more_threads_are_used_than_cores_can_be(
     monkeypatch.setattr(module, "usable_cores", lambda: usable)
 
     assert default_threads() == threads
+
+
+@pytest.mark.parametrize(("asked", "threads"), [(None, 3), (2, 2)])
+def test_threads_are_restored(
+    monkeypatch: pytest.MonkeyPatch, asked: int | None, threads: int
+) -> None:
+    monkeypatch.setattr(module, "default_threads", lambda: 3)
+    before = torch.get_num_threads()
+
+    with using_threads(asked):
+        assert torch.get_num_threads() == threads
+
+    assert torch.get_num_threads() == before
 
 
 @pytest.mark.parametrize(

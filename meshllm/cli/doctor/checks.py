@@ -25,6 +25,7 @@ from meshllm.config import TRANSPORTS, Settings, change, state_path
 from meshllm.errors import LinkLost, MeshError
 from meshllm.local_files import stat_all
 from meshllm.model.hardware import allowed_cores, usable_cores, uses_cpu
+from meshllm.model.kernels.measured import KernelTimes, remembered
 from meshllm.names import counted, show
 from meshllm.node.membership.state_store import StateStore
 from meshllm.status import (
@@ -85,6 +86,7 @@ def examine(
     yield check_memory(psutil.virtual_memory().available)
     yield check_load(os.getloadavg()[0], usable_cores(), allowed_cores())
     yield from check_inference(chosen)
+    yield from check_kernels(remembered())
     yield from check_transports(transports, Registry.discover())
     parts = map(_version_of, ("torch", "transformers"))
     found = ", ".join(
@@ -255,6 +257,30 @@ def check_inference(chosen: Settings) -> Iterator[Finding]:
         yield Finding("fail", "torch", str(error), error.hint or "")
     except PackageNotFoundError as error:
         yield Finding("fail", "torch", f"{error.name} is not installed", "install meshllm again")
+
+
+def check_kernels(measured: Sequence[KernelTimes]) -> Iterator[Finding]:
+    """Report which kernels were chosen by measurement; measure none."""
+    if not measured:
+        yield Finding("ok", "kernels", "none measured yet: it is done when a large model is loaded")
+        return
+    latest = time.strftime("%Y-%m-%d", time.gmtime(max(each.at_s for each in measured)))
+    head = f"measured here, last on {latest}; times as fast as the next:"
+    yield Finding("ok", "kernels", head)
+    chosen = dict[str, dict[str, list[KernelTimes]]]()
+    for each in measured:
+        chosen.setdefault(each.what, {}).setdefault(each.best, []).append(each)
+    for what, kernels in sorted(chosen.items()):
+        found = "; ".join(f"{best}, {_summary(each)}" for best, each in sorted(kernels.items()))
+        yield Finding("ok", "kernels", f"{what}: {found}")
+
+
+def _summary(measured: Sequence[KernelTimes]) -> str:
+    """Say how much faster a kernel was, for how many shapes and with which threads."""
+    gains = [f"{choose(each.gain for each in measured):.2f}" for choose in (min, max)]
+    shapes, threads = ({getattr(each, name) for each in measured} for name in ("shape", "threads"))
+    many = f"{counted(len(shapes), 'shape')}; threads: {', '.join(map(str, sorted(threads)))}"
+    return f"{' to '.join(dict.fromkeys(gains))} ({many})"
 
 
 def check_device(wanted: str) -> Finding:

@@ -30,20 +30,24 @@ def doctor(transport: Transports = None, as_json: Json = False, **flags: Scalar)
 
     It changes no settings or state, contacts no other machine, works with and without a running
     node, and exits with 1 if a check fails. A model that passed is not loaded again for a day,
-    unless its files, the settings, the installed libraries or this machine change.
+    unless its files, the settings, the installed libraries or this machine change. The kernels
+    that were chosen by measurement are listed, and in JSON all of their times.
     """
     config = load({**flags, "transport": transport})
     chosen = config.settings
     with render.Status(sys.stderr) as status:
         status.show("querying the node")
         from meshllm.cli.doctor import checks
+        from meshllm.model.kernels.measured import remembered
 
         transports, mesh = transports_of(config), _mesh_status(chosen)
         status.show("checking this machine")
         findings = list(checks.examine(chosen, mesh, transports))
     failed = sum(each.verdict == "fail" for each in findings)
     if as_json:
-        render.dump({"failed": failed, "findings": [asdict(each) for each in findings]})
+        kernels = [{**asdict(each), "gain": each.gain} for each in remembered()]
+        found = [asdict(each) for each in findings]
+        render.dump({"failed": failed, "findings": found, "kernels": kernels})
     else:
         render.out(lay_out(findings, shutil.get_terminal_size().columns))
     if failed:

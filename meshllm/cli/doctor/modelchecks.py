@@ -78,6 +78,7 @@ def check_execution(chosen: Settings) -> Finding:
     """Report how this machine would run steps of the model, without loading it."""
     from meshllm.model.kernels import jit
     from meshllm.model.steps.execution import forecast
+    from meshllm.node.compute.worker import calibrate
 
     try:
         source, quant = resolve(chosen.model), Quant(chosen.quant)
@@ -85,10 +86,13 @@ def check_execution(chosen: Settings) -> Finding:
         dtype = stored_dtype(source) if stored else getattr(torch, chosen.dtype)
         where = device.choose(chosen.device, dtype, quant)
         refusal = device.refused_gpu(chosen.device, dtype, quant)
-        found = forecast(source.config, dtype, where, quant).instead_of_gpu(refusal)
-        if where == device.CPU:
-            width = int(source.config.get_text_config(decoder=True).hidden_size)
-            found = replace(found, threads=chosen.threads or _fastest(width, dtype))
+        with device.using_threads(chosen.threads):
+            if where == device.CPU and not chosen.threads:
+                width = int(source.config.get_text_config(decoder=True).hidden_size)
+                calibrate(torch.get_num_threads(), width, dtype)  # as a node does
+            found = forecast(source.config, dtype, where, quant).instead_of_gpu(refusal)
+            if where == device.CPU:
+                found = replace(found, threads=torch.get_num_threads())
     except MeshError as error:
         return Finding("fail", "execution", str(error), error.hint or "")
     except RuntimeError as error:  # of torch, such as too little memory
@@ -100,14 +104,3 @@ def check_execution(chosen: Settings) -> Finding:
     limits = jit.limits() if where == device.CPU else ()
     verdict: Verdict = "warn" if found.is_fallback or limits else "ok"
     return Finding(verdict, "execution", "; ".join((str(found), *limits)))
-
-
-def _fastest(width: int, dtype: torch.dtype) -> int:
-    """Return the number of threads that a node would choose; leave that of this process."""
-    from meshllm.node.compute.worker import calibrate
-
-    threads = torch.get_num_threads()
-    try:
-        return calibrate(device.default_threads(), width, dtype)
-    finally:
-        torch.set_num_threads(threads)

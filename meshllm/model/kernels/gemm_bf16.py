@@ -104,7 +104,7 @@ class Bf16Matrix:
         given = rows.contiguous() if self._dot or each == 1 else _padded(rows, tiles * each)
         has_bias = bool(self._bias)
         if self._dot:
-            way = _choose_way(each, outputs, self._inputs) if way is None else way
+            way = way or _choose_way(each, outputs, self._inputs, torch.get_num_threads())
             function = _dot_gemv(each, way.together, has_bias, way.has_prefetch)
         else:
             is_wide = each > 1 and outputs % _TOGETHER == 0 and registers() > LANES
@@ -171,7 +171,7 @@ _WAYS = {
 
 
 @cache
-def _choose_way(rows: int, outputs: int, inputs: int) -> _Way:
+def _choose_way(rows: int, outputs: int, inputs: int, threads: int) -> _Way:
     """Choose how ``rows`` rows of a tile are multiplied, for a single row by measurement."""
     is_wide = outputs % _TOGETHER == 0 and registers() > LANES
     if rows > 1:
@@ -180,7 +180,8 @@ def _choose_way(rows: int, outputs: int, inputs: int) -> _Way:
     is_small = inputs < _NARROW and outputs * inputs < _LARGE
     if is_small or inputs > _MEASURED_INPUTS:
         return _Way(1, has_prefetch=not is_small)
-    times = reading_times("bf16 GEMV 1", str(inputs), [*_WAYS], partial(_prepare, inputs))
+    what = "one row of bf16", str(inputs), threads
+    times = reading_times(*what, [*_WAYS], partial(_prepare, inputs))
     able = (name for name, way in _WAYS.items() if is_wide or way.together == 1)
     return _WAYS[min(able, key=times.__getitem__)]
 

@@ -75,7 +75,8 @@ def multiply(rows: Tensor, weights: Tensor, scales: Tensor) -> Tensor:
         raise ValueError(f"rows of {count} values on {device} for {CODES * words} inputs")
     if not len(rows):
         return rows.new_empty(0, blocks * OUTPUTS)
-    return _multiply(rows, weights, scales, len(rows) > FEW or _prefetches())
+    has_prefetch = len(rows) > FEW or _prefetches(torch.get_num_threads())
+    return _multiply(rows, weights, scales, has_prefetch)
 
 
 def _multiply(rows: Tensor, weights: Tensor, scales: Tensor, has_prefetch: bool) -> Tensor:
@@ -93,9 +94,9 @@ def _multiply(rows: Tensor, weights: Tensor, scales: Tensor, has_prefetch: bool)
 
 
 @cache
-def _prefetches() -> bool:
-    """Whether prefetches make a row faster, measured once per machine."""
-    return prefetches("int4 GEMV 1", _prepare)
+def _prefetches(threads: int) -> bool:
+    """Whether prefetches make a row faster, measured once per machine and number of threads."""
+    return prefetches("one row of int4", str(MEASURED[0]), threads, _prepare)
 
 
 def _prepare() -> tuple[int, Callable[[str, int], object]]:

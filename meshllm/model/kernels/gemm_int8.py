@@ -77,7 +77,8 @@ def multiply(rows: Tensor, weights: Tensor, scales: Tensor) -> Tensor:
     _check(rows, weights, scales)
     if not len(rows):
         return rows.new_empty(0, len(scales))
-    return _multiply(rows, weights, scales, len(rows) > FEW or _prefetches())
+    has_prefetch = len(rows) > FEW or _prefetches(torch.get_num_threads())
+    return _multiply(rows, weights, scales, has_prefetch)
 
 
 def _multiply(rows: Tensor, weights: Tensor, scales: Tensor, has_prefetch: bool) -> Tensor:
@@ -94,9 +95,9 @@ def _multiply(rows: Tensor, weights: Tensor, scales: Tensor, has_prefetch: bool)
 
 
 @cache
-def _prefetches() -> bool:
-    """Whether prefetches make a row faster, measured once per machine."""
-    return prefetches("int8 GEMV 1", _prepare)
+def _prefetches(threads: int) -> bool:
+    """Whether prefetches make a row faster, measured once per machine and number of threads."""
+    return prefetches("one row of int8", str(MEASURED[0]), threads, _prepare)
 
 
 def _prepare() -> tuple[int, Callable[[str, int], object]]:

@@ -1,66 +1,111 @@
 """What is measured once on a machine, to choose among kernels and ways to run them.
 
-Measurements are stored with the processor and the versions of the libraries. What counts is CPU
-time on one thread, which other programs change least.
+Measurements are stored with the processor, the versions of the libraries and the number of threads:
+several threads share the memory bandwidth, which can make another kernel the fastest. One thread is
+measured by its CPU time, which other programs change least. This module imports no torch.
 """
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 
-import llvmlite
-import torch
-
+from meshllm.config import cache_path, library_environment
+from meshllm.errors import UserError
+from meshllm.model.hardware import cpu_kind
 from meshllm.model.json_cache import load_cached, locked, store_cached
-from meshllm.model.kernels import jit
+from meshllm.strict_json import build, lay_out
+
+MOST = 512
+"""Measurements that are kept, the latest ones."""
+
+ENOUGH_S = 0.25
+"""Seconds of rounds after which no further one begins: on a busy machine each takes long."""
+
+_RECORD = "measured 1"  # another number if the speed of our kernels changes
+_CPU_LIMITS = "ATEN_", "ONEDNN_", "DNNL_"  # variables that hide instructions from torch
 
 Times = Mapping[str, float]
 """Seconds of each candidate."""
 
 
-def measure_once(record: tuple[str, ...], name: str, measure: Callable[[], Times]) -> Times:
-    """Return what ``measure`` returned when it was first asked for ``name`` on this machine.
+@dataclass(frozen=True, slots=True)
+class KernelTimes:
+    """The times of some candidates, and which of them was chosen."""
 
-    ``record`` is the key of the stored times, besides the processor and the versions.
-    """
-    folder = jit.private_folder()
-    if folder is None:
-        return measure()
-    key = *record, torch.__version__, llvmlite.__version__, *jit.machine()
-    with locked(folder, *key):  # of two processes, one measures
-        known = _whole(load_cached(folder, *key))
-        if name not in known:
-            known[name] = measure()
-            store_cached(folder, known, *key)
-    return known[name]
+    what: str
+    shape: str
+    threads: int
+    best: str
+    seconds: dict[str, float]
+    at_s: float
+    """When it was measured, in Unix time."""
 
-
-def _whole(stored: object) -> dict[str, Times]:
-    """Return what of a stored record has the seconds of candidates."""
-    if not isinstance(stored, dict):
-        return {}
-    return {
-        name: times
-        for name, times in stored.items()
-        if isinstance(times, dict)
-        and times
-        and all(isinstance(seconds, float) for seconds in times.values())
-    }
+    @property
+    def gain(self) -> float:
+        """The time of the best of the others, divided by that of the chosen one."""
+        others = (seconds for name, seconds in self.seconds.items() if name != self.best)
+        return min(others) / self.seconds[self.best]
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Let torch compute on one thread, whose CPU time is measured."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # of this thread
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+def shortest(times: Times) -> str:
+    """Choose the candidate with the shortest time."""
+    return min(times, key=times.__getitem__)
 
 
-def cpu_seconds(run: Callable[[], object]) -> float:
-    """Return the CPU time of this thread that a call takes."""
-    begin = time.thread_time()
+def measure_once(
+    what: str,
+    shape: str,
+    threads: int,
+    measure: Callable[[], Times],
+    choose: Callable[[Times], str] = shortest,
+) -> KernelTimes:
+    """Return what ``measure`` found when it was first called for this on this machine."""
+    folder, key = cache_path(), _key()
+    with locked(folder, *key, what):  # of two processes, one measures
+        known = {(each.what, each.shape, each.threads): each for each in remembered()}
+        if found := known.get((what, shape, threads)):
+            return found
+        times = dict(measure())
+        found = KernelTimes(what, shape, threads, choose(times), times, time.time())
+        with locked(folder, *key):  # others may have been stored meanwhile
+            store_cached(folder, lay_out((*remembered(), found)[-MOST:]), *key)
+    return found
+
+
+def remembered() -> tuple[KernelTimes, ...]:
+    """Return all that was measured with this processor and these libraries; measure nothing."""
+    with suppress(UserError, PackageNotFoundError):  # damaged, or nothing; a library is missing
+        found = build(tuple[KernelTimes, ...], load_cached(cache_path(), *_key()))
+        return tuple(each for each in found if _is_whole(each))
+    return ()
+
+
+def _is_whole(found: KernelTimes) -> bool:
+    """Whether there are times to choose among, which a damaged record may lack."""
+    times = found.seconds
+    return found.best in times and len(times) > 1 and min(times.values()) > 0
+
+
+def _key() -> tuple[str, ...]:
+    limits = (each for each in library_environment() if each.startswith(_CPU_LIMITS))
+    return _RECORD, version("torch"), version("llvmlite"), *cpu_kind(), *limits
+
+
+def rounds_in_time(most: int) -> Iterator[int]:
+    """Count a round that compiles, one that counts, and more up to ``most`` within `ENOUGH_S`."""
+    yield 0
+    begin = time.perf_counter()
+    for number in range(1, 1 + most):
+        yield number
+        if time.perf_counter() - begin > ENOUGH_S:
+            return
+
+
+def seconds_of(run: Callable[[], object], threads: int) -> float:
+    """Return the CPU time of a call that runs on one thread; else the time that passes."""
+    clock = time.thread_time if threads == 1 else time.perf_counter
+    begin = clock()
     run()
-    return time.thread_time() - begin
+    return clock() - begin

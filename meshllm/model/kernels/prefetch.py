@@ -17,7 +17,8 @@ With one or two rows there is hardly any arithmetic, and on some CPUs the hardwa
 a stream by itself: there prefetches only compete with it for the buffers of outstanding loads (an
 AMD EPYC of the Zen 4 kind reads bf16 weights at 33 GB/s without them, at 22 with them). On others
 they help (Zen 5: 43 GB/s with them, 38 without; int4 weights 40 and 30). So each kernel is measured
-once per machine with its own weights, see `reading_times`. None of this changes a result.
+once per machine and number of threads with its own weights, see `reading_times`. None of this
+changes a result.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +31,7 @@ from llvmlite import ir
 
 from meshllm.model.kernels import jit
 from meshllm.model.kernels.ir import BYTE, Code
-from meshllm.model.kernels.measured import Times, cpu_seconds, measure_once, one_thread
+from meshllm.model.kernels.measured import Times, measure_once, rounds_in_time, seconds_of
 
 LINE = 64  # bytes of a cache line; some CPUs fetch two at a time
 AHEAD = 1 << 14  # bytes; prefetch distance of weights that are read in a single pass
@@ -78,26 +79,29 @@ def prefetch_share(
         code.prefetch(code.at(following, place, BYTE), is_far=True)
 
 
-def prefetches(kernel: str, prepare: Prepare) -> bool:
+def prefetches(what: str, shape: str, threads: int, prepare: Prepare) -> bool:
     """Whether prefetches make a kernel faster with a single row; about as fast, either is right."""
-    times = reading_times(kernel, "row", (PLAIN, PREFETCHED), prepare)
+    times = reading_times(what, shape, threads, (PLAIN, PREFETCHED), prepare)
     return times[PREFETCHED] < times[PLAIN]
 
 
-def reading_times(kernel: str, name: str, ways: Sequence[str], prepare: Prepare) -> Times:
+def reading_times(
+    what: str, shape: str, threads: int, ways: Sequence[str], prepare: Prepare
+) -> Times:
     """Return the times of ways to read weights, measured once per machine.
 
-    ``kernel`` has a number, another one if the speed of the kernel changes.
+    ``threads`` is how many torch uses now.
     """
-    return measure_once((kernel, *ways), name, partial(_measure, ways, prepare))
+    return measure_once(what, shape, threads, partial(_measure, threads, ways, prepare)).seconds
 
 
-def _measure(ways: Sequence[str], prepare: Prepare) -> Times:
-    """Multiply by all matrices in each way, in turns; return the median CPU time of one."""
+def _measure(threads: int, ways: Sequence[str], prepare: Prepare) -> Times:
+    """Multiply by all matrices in each way, in turns; return the median time of one."""
     times: dict[str, list[float]] = {way: [] for way in ways}
-    with torch.inference_mode(), one_thread(), jit.observe_calls(None):  # these are of no step
+    with torch.inference_mode(), jit.observe_calls(None):  # these are of no step
         count, multiply = prepare()
-        for _ in range(1 + _ROUNDS):  # the first one compiles
+        for _ in rounds_in_time(_ROUNDS):
             for way, seconds in times.items():
-                seconds += [cpu_seconds(partial(multiply, way, each)) for each in range(count)]
+                calls = (partial(multiply, way, each) for each in range(count))
+                seconds += [seconds_of(call, threads) for call in calls]
     return {way: median(each[count:]) for way, each in times.items()}

@@ -4,10 +4,10 @@ Theory of operation: which kernel is fastest depends on the processor, the libra
 inputs, and names of processors do not tell it. So on the first use of a machine the candidates
 multiply matrices, more than fit in the CPU cache, by one row and by a few, in turns. The number of
 outputs has no part in it, so that a part of an LM head is multiplied as the whole one is.
-What counts is the median of the CPU time on one thread, which other programs change least. The
-times are stored with the processor and the versions. Ours wins a near tie, because it reads the
-weights in place: the other needs a packed copy. It is timed with one only where that has the bits
-of the plain matrix, as no other copy is used, see `meshllm.model.modules.linear_onednn`.
+What counts is the median of the CPU time on one thread, which other programs change least, and so
+that the bits of a model do not depend on the number of threads. Ours wins a near tie, because it
+reads the weights in place: the other needs a packed copy. It is timed with one only where that has
+the bits of the plain matrix, as no other copy is used, see `meshllm.model.modules.linear_onednn`.
 
 Matrices of few inputs stay in the CPU cache, where kernels differ little: they get the fixed choice
 of their CPU, so that it does not depend on what else ran meanwhile.
@@ -28,10 +28,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from meshllm.model.device import using_threads
 from meshllm.model.kernels import jit
 from meshllm.model.kernels.gemm_bf16 import Bf16Matrix
 from meshllm.model.kernels.ir import PAIRS_FEATURE
-from meshllm.model.kernels.measured import Times, cpu_seconds, measure_once, one_thread
+from meshllm.model.kernels.measured import Times, measure_once, rounds_in_time, seconds_of
 from meshllm.model.modules.probe import probe_matrix
 from meshllm.model.modules.quant_matrix import multiplies_matrices
 from meshllm.model.pages import huge_zeros
@@ -41,7 +42,6 @@ FEWEST = 768
 MOST = 1 << 18
 """Inputs up to which they are measured: more, which a config may say, take gigabytes."""
 
-_RECORD = "linear 5"  # another number if the speed of our kernels changes
 _OUTPUTS = 2048  # of a matrix that is measured
 _PROBED = 256  # outputs of a matrix by which orders of summation are compared
 _BYTES = 64 << 20  # of the matrices of a measurement: more than most CPU caches hold
@@ -74,7 +74,8 @@ def fastest(inputs: int) -> LinearKernel:
     """Return the fastest kernel for bf16 matrices on this CPU, measured once per machine."""
     if not FEWEST <= inputs <= MOST:
         return LinearKernel.DOT if has_bf16_dot() else LinearKernel.TORCH
-    return choose(_times(inputs))
+    found = measure_once("few rows of bf16", str(inputs), 1, partial(_measure, inputs), choose)
+    return LinearKernel(found.best)
 
 
 def choose(times: Times) -> LinearKernel:
@@ -90,9 +91,15 @@ def has_slow_dot() -> bool:
     """Whether float32 arithmetic multiplies prompts faster than the instruction for pairs."""
     if not has_bf16_dot() or multiplies_matrices():
         return False
-    kernels = LinearKernel.DOT, LinearKernel.FMA
-    times = measure_once(("bf16 prompt 1", *kernels), "rows", _measure_prompt)
-    return times[LinearKernel.FMA] < _GAIN * times[LinearKernel.DOT]
+    shape = "x".join(map(str, _PROMPT))
+    found = measure_once("a prompt of bf16", shape, 1, _measure_prompt, choose_for_prompts)
+    return found.best == LinearKernel.FMA
+
+
+def choose_for_prompts(times: Times) -> LinearKernel:
+    """Choose the kernel of prompts; that for pairs unless the other is clearly faster."""
+    is_slow = times[LinearKernel.FMA] < _GAIN * times[LinearKernel.DOT]
+    return LinearKernel.FMA if is_slow else LinearKernel.DOT
 
 
 @torch.inference_mode()
@@ -106,15 +113,11 @@ def _measure_prompt() -> dict[str, float]:
         LinearKernel.FMA: Bf16Matrix(weights).gemm,
     }
     times: dict[str, list[float]] = {kernel: [] for kernel in ways}
-    with one_thread():
-        for _ in range(1 + _PROMPT_ROUNDS):  # the first round compiles
+    with using_threads(1):
+        for _ in rounds_in_time(_PROMPT_ROUNDS):
             for kernel, multiply in ways.items():
-                times[kernel].append(cpu_seconds(partial(multiply, rows)))
+                times[kernel].append(seconds_of(partial(multiply, rows), 1))
     return {kernel: median(each[1:]) for kernel, each in times.items()}
-
-
-def _times(inputs: int) -> Times:
-    return measure_once((_RECORD, *LinearKernel), str(inputs), lambda: _measure(inputs))
 
 
 @torch.inference_mode()
@@ -123,14 +126,14 @@ def _measure(inputs: int) -> dict[str, float]:
     count = max(1, _BYTES // (2 * _OUTPUTS * inputs))
     weights = huge_zeros(count, _OUTPUTS, inputs, dtype=torch.bfloat16).fill_(0.01)
     rows = [torch.ones(rows, inputs, dtype=torch.bfloat16) for rows in _ROWS]
-    with one_thread():
+    with using_threads(1):
         candidates = dict(_candidates(weights))
         totals = dict.fromkeys(map(str, candidates), 0.0)
         for x in rows:
             times: dict[LinearKernel, list[float]] = {kernel: [] for kernel in candidates}
-            for _ in range(1 + _ROUNDS):  # the first round compiles
+            for _ in rounds_in_time(_ROUNDS):
                 for kernel, products in candidates.items():
-                    times[kernel] += [cpu_seconds(partial(each, x)) for each in products]
+                    times[kernel] += [seconds_of(partial(each, x), 1) for each in products]
             for kernel, each in times.items():
                 totals[kernel] += median(each[count:])
     return totals

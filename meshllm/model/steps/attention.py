@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from meshllm.model.device import using_threads
 from meshllm.model.kernels import attention as native_attention
 from meshllm.model.kernels import flash_attention, jit
-from meshllm.model.kernels.measured import cpu_seconds, measure_once, one_thread
+from meshllm.model.kernels.measured import measure_once, rounds_in_time, seconds_of
 from meshllm.model.kernels.softmax import COLUMNS, causal_softmax_
 from meshllm.model.modules import quant_matrix
 from meshllm.model.modules.kernel_choice import has_bf16_dot
@@ -30,7 +31,6 @@ models, the embedded one among them, are not measured, which would take longer t
 FUSED_ROWS = 256
 """Rows that the fused kernel of torch gets with the same keys."""
 
-_RECORD = "prompt attention 1"  # another number if the speed of our kernel changes
 _PROBE = 8, 4, 256, 1024, 128  # query heads, KV heads, rows, keys, width of a head: measured
 _ROUNDS = 3
 _TIE = 1.2  # times the time of the fastest, up to which ours is chosen
@@ -93,7 +93,8 @@ def fastest_prefill(*, is_ours: bool = True) -> PrefillKernel:
 
     Unless ``is_ours``, it is one of torch's.
     """
-    times = measure_once((_RECORD, *PrefillKernel), "prompt", _measure)
+    shape = "x".join(map(str, _PROBE))
+    times = measure_once("attention of prompts", shape, 1, _measure, choose_prefill).seconds
     able = (each for each in times if is_ours or each != PrefillKernel.OWN)
     return choose_prefill({each: times[each] for each in able})
 
@@ -113,11 +114,11 @@ def _measure() -> dict[str, float]:
     key = torch.ones(1, groups, keys, width, dtype=torch.bfloat16)
     kernels = [each for each in PrefillKernel if _has_own() or each is not PrefillKernel.OWN]
     times: dict[str, list[float]] = {str(each): [] for each in kernels}
-    with one_thread():
-        for _ in range(1 + _ROUNDS):  # the first round compiles
+    with using_threads(1):
+        for _ in rounds_in_time(_ROUNDS):
             for each in kernels:
                 attend = partial(_KERNELS[each], query, key, key, 1.0, None)
-                times[each].append(cpu_seconds(attend))
+                times[each].append(seconds_of(attend, 1))
     return {kernel: median(each[1:]) for kernel, each in times.items()}
 
 

@@ -16,6 +16,7 @@ from meshllm.cli.doctor.finding import Finding
 from meshllm.config import Settings
 from meshllm.errors import LinkLost, PeerFault, PluginError
 from meshllm.model import hardware
+from meshllm.model.kernels.measured import KernelTimes
 from meshllm.names import show
 from meshllm.node.membership.state_store import StateStore
 from meshllm.status import NO_LINK, NodeState
@@ -425,3 +426,25 @@ def test_a_broken_default_transport_is_a_failure_only_if_none_loads(
 
     assert found[-1] == verdict
     assert found.count(verdict) == len(broken)
+
+
+def test_kernels_are_summed_up_by_what_they_compute() -> None:
+    def measured(what: str, shape: str, threads: int, own_s: float) -> KernelTimes:
+        best = "own" if own_s < 6.0 else "torch"
+        return KernelTimes(what, shape, threads, best, {"own": own_s, "torch": 6.0}, 86_400.0)
+
+    findings = checks.check_kernels(
+        [
+            measured("few rows of bf16", "1024", 2, 5.0),
+            measured("few rows of bf16", "1024", 1, 4.0),
+            measured("few rows of bf16", "2048", 2, 7.5),
+            measured("attention of prompts", "8x4", 1, 3.0),
+        ]
+    )
+
+    assert [each.found for each in findings] == [
+        "measured here, last on 1970-01-02; times as fast as the next:",
+        "attention of prompts: own, 2.00 (1 shape; threads: 1)",
+        "few rows of bf16: own, 1.20 to 1.50 (1 shape; threads: 1, 2); "
+        "torch, 1.25 (1 shape; threads: 2)",
+    ]

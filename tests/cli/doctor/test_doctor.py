@@ -1,7 +1,9 @@
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +12,7 @@ from meshllm.cli.doctor.doctor import lay_out
 from meshllm.cli.doctor.finding import Finding
 from meshllm.cli.shared import model_record
 from meshllm.errors import LinkLost, MeshError
+from meshllm.model.kernels import measured
 from tests.builders.fake_client import FakeClient
 from tests.builders.status import status_of
 from tests.cli.conftest import Invoke
@@ -53,10 +56,42 @@ def test_a_machine_without_a_node_is_checked(meshllm: Invoke, node: FakeClient) 
     found = {line.split()[1] for line in result.stdout.splitlines() if not line.startswith(" ")}
     assert found == {
         "state", "clock", "node", "port", "memory", "threads", "device", "model", "weights",
-        "execution", "transport", "versions",
+        "execution", "kernels", "transport", "versions",
     }  # fmt: skip
     assert "ok    model      builtin: `qwen3` is bit-equal when split" in result.stdout
     assert "websocket is selected and loads" in result.stdout
+
+
+@pytest.mark.parametrize("stored", ["measured", "nothing", "damaged"])
+def test_kernels_that_were_measured_are_listed(
+    meshllm: Invoke,
+    node: FakeClient,
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stored: str,
+) -> None:
+    monkeypatch.setattr(measured, "cache_path", lambda: home / "measured")
+    if stored != "nothing":
+        times = {"own": 2.0, "torch": 2.5}
+        measured.measure_once("few rows of bf16", "1024", 2, lambda: times)
+    if stored == "damaged":
+        for record in (home / "measured").glob("*.json"):
+            record.write_text("[{")
+
+    text, found = meshllm("doctor"), json.loads(meshllm("doctor", "--json").stdout)
+
+    if stored == "measured":
+        assert "kernels    few rows of bf16: own, 1.25 (1 shape; threads: 2)" in text.stdout
+        (kernel,) = found["kernels"]
+        assert time.time() - kernel.pop("at_s") < 60
+        assert kernel == {
+            "what": "few rows of bf16", "shape": "1024", "threads": 2, "best": "own",
+            "seconds": {"own": 2.0, "torch": 2.5}, "gain": 1.25,
+        }  # fmt: skip
+    else:
+        assert "kernels    none measured yet" in text.stdout
+        assert found["kernels"] == []
+    assert (home / "measured").exists() is (stored != "nothing")
 
 
 def test_a_relay_has_no_effect_on_the_checks(meshllm: Invoke, node: FakeClient) -> None:

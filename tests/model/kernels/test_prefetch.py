@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshllm.model.hardware import uncached_bytes
-from meshllm.model.kernels import gemm_bf16, gemm_int4, gemm_int8, jit, prefetch
+from meshllm.model.kernels import gemm_bf16, gemm_int4, gemm_int8, jit, measured, prefetch
 from meshllm.model.kernels.gemm_bf16 import Bf16Matrix
 from meshllm.model.kernels.ir import LANES
 from meshllm.model.modules import int4, int8
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Provide an empty cache of measurements."""
-    monkeypatch.setattr(jit, "private_folder", lambda: tmp_path)
+    monkeypatch.setattr(measured, "cache_path", lambda: tmp_path)
     kept = [
         *(gemm_int8._prefetches, gemm_int4._prefetches),
         gemm_bf16._choose_way,
@@ -39,23 +39,24 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_ways_are_measured_in_turns_by_the_median_of_the_rounds_after_the_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked = list[tuple[str, int, int]]()
+    asked = list[tuple[str, int]]()
     seconds = {"plain": 9.0, "prefetched": 8.0}
 
     def multiply(way: str, number: int) -> None:
-        asked.append((way, number, torch.get_num_threads()))
+        asked.append((way, number))
 
-    def timed(run: Callable[[], object]) -> float:
+    def timed(run: Callable[[], object], threads: int) -> float:
+        assert threads == 3
         run()
-        name, number, _ = asked[-1]
+        name, number = asked[-1]
         is_first = len(asked) <= 4
         return 100.0 if is_first else seconds[name] + number / 10
 
-    monkeypatch.setattr(prefetch, "cpu_seconds", timed)
+    monkeypatch.setattr(prefetch, "seconds_of", timed)
 
-    times = prefetch.reading_times("kernel", "row", [*seconds], lambda: (2, multiply))
+    times = prefetch.reading_times("kernel", "row", 3, [*seconds], lambda: (2, multiply))
 
-    a_round = [("plain", 0, 1), ("plain", 1, 1), ("prefetched", 0, 1), ("prefetched", 1, 1)]
+    a_round = [("plain", 0), ("plain", 1), ("prefetched", 0), ("prefetched", 1)]
     assert asked == a_round * (1 + prefetch._ROUNDS)
     assert times == pytest.approx({"plain": 9.05, "prefetched": 8.05})
 
@@ -64,7 +65,8 @@ def test_what_was_measured_needs_no_matrices() -> None:
     prepare = Mock(return_value=(1, Mock()))
 
     first, again = (
-        prefetch.reading_times("kernel", "row", ["plain", "prefetched"], prepare) for _ in range(2)
+        prefetch.reading_times("kernel", "row", 1, ["plain", "prefetched"], prepare)
+        for _ in range(2)
     )
 
     assert first == again
@@ -79,7 +81,7 @@ def test_a_row_is_prefetched_if_that_is_faster(
     times = {"plain": 1.0, "prefetched": 0.9 if helps else 1.1}
     monkeypatch.setattr(prefetch, "reading_times", lambda *_: times)
 
-    assert module._prefetches() is helps
+    assert module._prefetches(1) is helps
 
 
 @pytest.mark.parametrize("module", [gemm_int8, gemm_int4])
@@ -92,7 +94,7 @@ def test_a_kernel_is_measured_with_more_weights_than_caches_hold(
         multiplied.append((weights, has_prefetch))
 
     monkeypatch.setattr(module, "_multiply", multiply)
-    module._prefetches()
+    module._prefetches(torch.get_num_threads())
 
     a_round = multiplied[: len(multiplied) // (1 + prefetch._ROUNDS)]
     for way in (False, True):
@@ -113,7 +115,8 @@ def test_ways_of_bf16_are_measured_with_more_weights_than_caches_hold(
     monkeypatch.setattr(prefetch, "_ROUNDS", 1)
     monkeypatch.setattr(Bf16Matrix, "_multiply", note)
 
-    assert gemm_bf16._choose_way(1, 64, 1024) in gemm_bf16._WAYS.values()
+    threads = torch.get_num_threads()
+    assert gemm_bf16._choose_way(1, 64, 1024, threads) in gemm_bf16._WAYS.values()
 
     assert len(set(multiplied)) * 2 * 2048 * 1024 >= uncached_bytes()
 
@@ -141,7 +144,7 @@ def test_how_rows_are_read(
     monkeypatch.setattr(gemm_bf16, "reading_times", measured)
     monkeypatch.setattr(gemm_bf16, "registers", lambda: 32)
 
-    found = gemm_bf16._choose_way(rows, outputs, inputs)
+    found = gemm_bf16._choose_way(rows, outputs, inputs, 1)
 
     assert found == {
         "one stream": (1, False), "measured": (4, False),
@@ -158,7 +161,7 @@ def test_four_streams_need_their_outputs_and_registers(
     monkeypatch.setattr(gemm_bf16, "reading_times", lambda *_: times)
     monkeypatch.setattr(gemm_bf16, "registers", lambda: registers)
 
-    assert gemm_bf16._choose_way(1, outputs, 1024) == (1, True)
+    assert gemm_bf16._choose_way(1, outputs, 1024, 1) == (1, True)
 
 
 def products(x: Tensor, weight: Tensor) -> list[Tensor]:
@@ -179,7 +182,7 @@ def test_prefetches_change_no_bit(monkeypatch: pytest.MonkeyPatch, rows: int) ->
     results = []
     for helps in (False, True):
         for module in (gemm_int8, gemm_int4):
-            monkeypatch.setattr(module, "_prefetches", lambda helps=helps: helps)
+            monkeypatch.setattr(module, "_prefetches", lambda _, helps=helps: helps)
         results.append(products(x, weight))
 
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))

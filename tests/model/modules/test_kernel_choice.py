@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from meshllm.model.kernels import jit
+from meshllm.model.kernels import jit, measured
 from meshllm.model.modules import kernel_choice
 from meshllm.model.modules.kernel_choice import (
     FEWEST,
@@ -29,7 +29,7 @@ TORCH, FMA, DOT = LinearKernel.TORCH, LinearKernel.FMA, LinearKernel.DOT
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Provide an empty cache of measurements."""
-    monkeypatch.setattr(jit, "private_folder", lambda: tmp_path)
+    monkeypatch.setattr(measured, "cache_path", lambda: tmp_path)
     fastest.cache_clear()
     yield tmp_path
     fastest.cache_clear()

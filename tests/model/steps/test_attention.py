@@ -321,7 +321,7 @@ def test_heads_of_a_width_that_ours_does_not_take_get_the_fastest_of_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     times = {PrefillKernel.OWN: 1.0, PrefillKernel.FUSED: 2.0, PrefillKernel.BLOCKS: 3.0}
-    monkeypatch.setattr(attention, "measure_once", lambda *_: times)
+    monkeypatch.setattr(attention, "measure_once", lambda *_: Mock(seconds=times))
     attention.fastest_prefill.cache_clear()
     try:
         assert attention.prefill_kernel(32, 64) is PrefillKernel.OWN
@@ -351,14 +351,15 @@ def test_kernels_are_measured_on_one_thread_by_the_median_of_the_rounds_after_th
         shapes = [tuple(each.shape) for each in (query, key, value)]
         asked.append((*shapes, query.dtype, window, torch.get_num_threads()))
 
-    def timed(attend: Callable[[], None]) -> float:
+    def timed(attend: Callable[[], None], threads: int) -> float:
+        assert threads == 1
         attend()
         return next(clock)
 
     with (
         patch.object(attention, "has_bf16_dot", lambda: False),
         patch.dict(attention._KERNELS, dict.fromkeys(kernels, kernel)),
-        patch.object(attention, "cpu_seconds", timed),
+        patch.object(attention, "seconds_of", timed),
     ):
         times = attention._measure()
 
