@@ -9,7 +9,7 @@ from meshllm.errors import ModelError, ModelMissing, UserError
 from meshllm.model.shape import ModelShape
 from meshllm.names import Digest, NodeId, Quant, show
 from meshllm.node.node_names import Profiles, resolve_names
-from meshllm.node.options import ModelOptions, NodeOptions
+from meshllm.node.options import FIRST_MODEL, ModelOptions, NodeOptions
 from meshllm.node.ring.shape import CONTEXT, plan_shape
 from meshllm.protocol.membership.charter import (
     MAX_ALIAS_BYTES,
@@ -209,7 +209,8 @@ def _other_name(model: Charter, name: str, other: Charter) -> str:
     """Return how to serve a model under another name than that of another one."""
     if name != model.shape.name:
         return "choose another `--alias`"
-    if model.config_digest != other.config_digest or name != other.shape.name:
+    is_linked = name != FIRST_MODEL and name == other.shape.name
+    if model.config_digest != other.config_digest or not is_linked:
         return "copy this one to a folder of another name"
     link = quote(f"{name.rstrip('/').rpartition('/')[2]}-{model.quant}")
     serves = f"meshllm model serve ./{link} --quant {model.quant} --alias {link}"

@@ -7,7 +7,7 @@ from math import inf
 
 from meshllm.api.access.accounts import ApiKey
 from meshllm.api.generation.generating import DRAWN_SEEDS, SEEDS
-from meshllm.api.generation.service import Choices, Service
+from meshllm.api.generation.service import Choices, Service, within_limits
 from meshllm.api.respond import begun_within, within
 from meshllm.names import bits_of
 from meshllm.node.requests.needs import lacking, waits_for_ring
@@ -98,7 +98,9 @@ class Needs:
 
     def _may_substitute(self, model: ModelStatus, asked: Asked) -> bool:
         """Return whether a provider of a model answers a request while no ring serves."""
-        asked = self.of(asked)
+        nodes = {each.provider for each in model.beside}
+        if asked.trusted is not None and nodes.isdisjoint(asked.trusted):
+            return False
         able = (not lacking(each.precision, each.context, asked) for each in model.beside)
         return not waits_for_ring(asked) and any(able)
 
@@ -165,7 +167,8 @@ async def model_as_needed(
         Refused: it is not served, yet or to this key.
         WrongField: the precision is unknown.
     """
-    return (needs or Needs()).choose(await service.model(key, name), asked)
+    model, needs = await service.model(key, name), needs or Needs()
+    return needs.choose(model, [within_limits(key, needs.of(each)) for each in asked])
 
 
 def answer_as_needed(

@@ -120,7 +120,7 @@ class Service:
         try:
             asked = [_fitting(model, each) for each in asked]
             await self._learn_usage(key)
-            asked = [self._scoped(key, _limited(key, _trusting(key, each))) for each in asked]
+            asked = [self._scoped(key, within_limits(key, each)) for each in asked]
             outline = self._affordable(key, asked, outline)
             asker = key.name if key and not key.is_owner else None
             reserving = self._reserved(key, asked, outline)
@@ -249,6 +249,15 @@ def _fitting(model: ModelStatus, asked: Request) -> Request:
             f"This model's maximum context length is {model.context} tokens; the prompt has {count}"
         )
     return asked
+
+
+def within_limits(key: ApiKey | None, asked: Request) -> Request:
+    """Return a request within the trust and the limits of its key.
+
+    Raises:
+        WrongField: it trusts nodes that the key does not trust.
+    """
+    return _limited(key, _trusting(key, asked))
 
 
 def _trusting(key: ApiKey | None, asked: Request) -> Request:

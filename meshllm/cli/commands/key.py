@@ -90,13 +90,13 @@ def create(
         raise UserError("`--trust` names no node", hint="leave it out to trust all")
     expires_s = None if expires is None else int(now) + parse_duration(expires)
     limits = KeyLimits(
-        expires_s,
-        allowed or (),
-        concurrency,
-        tokens_per_day,
-        trusted or (),
-        None if deadline is None else parse_duration(deadline),
-        max_reasoning,
+        expires_s=expires_s,
+        models=allowed or (),
+        concurrency=concurrency,
+        tokens_per_day=tokens_per_day,
+        trust=trusted or (),
+        deadline_s=None if deadline is None else parse_duration(deadline),
+        max_reasoning=max_reasoning,
     )
     chosen = settings(flags)
     with opened_accounts(chosen) as accounts:

@@ -241,7 +241,7 @@ def _measure(model: str, chosen: Settings) -> _Measured:
     import torch
 
     from meshllm.model.capacity import shape_of
-    from meshllm.model.device import CPU, choose, refused_gpu, using_threads
+    from meshllm.model.device import CPU, choose, refused_gpu
     from meshllm.model.files.loader import list_weights
     from meshllm.model.files.source import resolve
     from meshllm.model.steps.execution import forecast
@@ -256,8 +256,7 @@ def _measure(model: str, chosen: Settings) -> _Measured:
         refusal = refused_gpu(chosen.device, dtype, quant)
     except MeshError as error:  # the sizes are known all the same
         device, refusal = CPU, str(error)
-    with using_threads(chosen.threads):
-        execution = forecast(source.config, dtype, device, quant).instead_of_gpu(refusal)
+    execution = forecast(source.config, dtype, device, quant).instead_of_gpu(refusal)
     folder = str(source.folder)
     return _Measured(shape, folder, str(device), str(execution), asdict(execution))
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from math import inf
 
 from meshllm.config import cache_path, library_environment
 from meshllm.errors import UserError
@@ -23,8 +24,13 @@ MOST = 512
 ENOUGH_S = 0.25
 """Seconds of rounds after which no further one begins: on a busy machine each takes long."""
 
-_RECORD = "measured 1"  # another number if the speed of our kernels changes
-_CPU_LIMITS = "ATEN_", "ONEDNN_", "DNNL_"  # variables that hide instructions from torch
+_RECORD = "measured 1"  # another number if kernels, their names or their speed change
+_CPU_LIMITS = (  # variables that hide instructions from torch and its libraries
+    *("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"),
+    *("MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR"),
+)
+
+_LAST_S = 253_402_300_799  # Unix time of the end of 9999, the last year with a date
 
 Times = Mapping[str, float]
 """Seconds of each candidate."""
@@ -62,21 +68,35 @@ def measure_once(
     choose: Callable[[Times], str] = shortest,
 ) -> KernelTimes:
     """Return what ``measure`` found when it was first called for this on this machine."""
-    folder, key = cache_path(), _key()
-    with locked(folder, *key, what):  # of two processes, one measures
-        known = {(each.what, each.shape, each.threads): each for each in remembered()}
-        if found := known.get((what, shape, threads)):
-            return found
+
+    def known() -> KernelTimes | None:
+        wanted = what, shape, threads
+        same = (it for it in remembered() if (it.what, it.shape, it.threads) == wanted)
+        return next(same, None)
+
+    def measured() -> KernelTimes:
         times = dict(measure())
-        found = KernelTimes(what, shape, threads, choose(times), times, time.time())
-        with locked(folder, *key):  # others may have been stored meanwhile
+        return KernelTimes(what, shape, threads, choose(times), times, time.time())
+
+    try:
+        folder, key = cache_path(), _key()
+    except PackageNotFoundError:  # the version of a library is unknown
+        return measured()
+    with locked(folder, *key, what):  # of two processes, one measures
+        if found := known():
+            return found
+        found = measured()
+        with locked(folder, *key):
+            if earlier := known():  # files cannot be locked here, and another process measured
+                return earlier
             store_cached(folder, lay_out((*remembered(), found)[-MOST:]), *key)
     return found
 
 
 def remembered() -> tuple[KernelTimes, ...]:
     """Return all that was measured with this processor and these libraries; measure nothing."""
-    with suppress(UserError, PackageNotFoundError):  # damaged, or nothing; a library is missing
+    # It may be damaged, or there is nothing, or a library is missing.
+    with suppress(UserError, PackageNotFoundError, OverflowError):
         found = build(tuple[KernelTimes, ...], load_cached(cache_path(), *_key()))
         return tuple(each for each in found if _is_whole(each))
     return ()
@@ -85,11 +105,12 @@ def remembered() -> tuple[KernelTimes, ...]:
 def _is_whole(found: KernelTimes) -> bool:
     """Whether there are times to choose among, which a damaged record may lack."""
     times = found.seconds
-    return found.best in times and len(times) > 1 and min(times.values()) > 0
+    are_times = all(0 < each < inf for each in times.values())
+    return are_times and found.best in times and len(times) > 1 and 0 < found.at_s < _LAST_S
 
 
 def _key() -> tuple[str, ...]:
-    limits = (each for each in library_environment() if each.startswith(_CPU_LIMITS))
+    limits = (each for each in library_environment() if each.partition("=")[0] in _CPU_LIMITS)
     return _RECORD, version("torch"), version("llvmlite"), *cpu_kind(), *limits
 
 

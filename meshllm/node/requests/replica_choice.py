@@ -134,7 +134,7 @@ class ReplicaChoice:
             return list(entries)
         needs_ms = {
             entry: self._best(entry, request.model)
-            * request.max_tokens
+            * max(0, request.max_tokens - len(request.given))
             * (1 + self._active[entry] // MAX_SESSIONS)
             for entry in entries
         }

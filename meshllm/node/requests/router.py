@@ -38,8 +38,8 @@ accepted, stays with rings.
 When a ring breaks, the ingress repeats the request on the next ring, see
 `meshllm.protocol.ring.failover`. While the nodes of the next one still load their layers, a request
 that has begun waits longer than a new one. A client repeats it only after losing the link to its
-ingress. Until a request begins, who sent it here, the owner or a client, is told what it waits for:
-no more than the error would say if no ring came.
+ingress. Until a request begins, the owner or client who sent it hears what it waits for: no more
+than the error would say if no ring came.
 """
 
 import asyncio
@@ -351,16 +351,20 @@ class RequestRouter:
         except MeshError as error:  # an engine may also refuse what a ring does not
             if is_begun:
                 raise
-            logger.info("no provider answers, a ring is awaited: %s", error)
+            logger.info("no provider answers, a ring is awaited: %s", type(error).__name__)
+            refused = error if isinstance(error, UserError) else None
         else:
             return
-        async with aclosing(self._awaiting_ring(request, asker)) as events:
-            async for event in events:
-                yield event
+        try:
+            async with aclosing(self._awaiting_ring(request, asker)) as events:
+                async for event in events:
+                    yield event
+        except NotServed:
+            if refused is not None:  # to repeat such a request would not help
+                raise refused from None
+            raise
 
-    def _awaiting_ring(
-        self, request: Request, asker: NodeId | None
-    ) -> AsyncGenerator[Event, None]:
+    def _awaiting_ring(self, request: Request, asker: NodeId | None) -> AsyncGenerator[Event, None]:
         """Return the events of an answer of rings, and before them what the request waits for."""
         awaited = partial(self._ring.awaited, request.model)
         return telling_waits(self._failing_over(request, asker), awaited)

@@ -167,7 +167,11 @@ class UdpSocket:
                 _, ancillary, _, to = self._socket.recvmsg(0, 512, socket.MSG_ERRQUEUE)
             except OSError:  # it is empty
                 return
-            codes = [_EXTENDED_ERROR.unpack_from(data)[0] for *_, data in ancillary]
+            codes = [
+                _EXTENDED_ERROR.unpack_from(data)[0]
+                for level, kind, data in ancillary
+                if (level, kind) in _REPORT_ERRORS
+            ]
             if errno.ECONNREFUSED in codes and self._refused:
                 self._refused(_address(to))
 

@@ -172,6 +172,8 @@ def test_a_chain_of_products_of_pairs_has_one_instruction_for_each() -> None:
         total = code.multiply_pairs(each, numbers[0], total, at_once=True)
     code.store(WORD, total, given, code.index(0))
     code.do.ret_void()
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
     target = binding.Target.from_default_triple()
     tuned = target.create_target_machine("cascadelake", jit._TUNING.removeprefix(","), 3)
 

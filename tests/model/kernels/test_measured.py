@@ -85,7 +85,9 @@ def test_another_processor_or_library_is_measured_again(
         {"seconds": {"own": 1.0}},
         {"seconds": {"own": "1", "torch": 2.0}},
         {"seconds": {"own": 0.0, "torch": 2.0}},
+        {"seconds": {"own": 1.0, "torch": 10**400}},
         {"best": "older"},
+        {"at_s": 1e20},
         {"threads": None},
     ],
 )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from itertools import product
+from math import inf
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from meshllm.model.kernels import attention as native_attention
-from meshllm.model.kernels import jit
+from meshllm.model.kernels import jit, measured
 from meshllm.model.kernels.softmax import COLUMNS, causal_softmax_
 from meshllm.model.modules import quant_matrix
 from meshllm.model.modules.kernel_choice import has_bf16_dot
@@ -360,6 +361,7 @@ def test_kernels_are_measured_on_one_thread_by_the_median_of_the_rounds_after_th
         patch.object(attention, "has_bf16_dot", lambda: False),
         patch.dict(attention._KERNELS, dict.fromkeys(kernels, kernel)),
         patch.object(attention, "seconds_of", timed),
+        patch.object(measured, "ENOUGH_S", inf),
     ):
         times = attention._measure()
 

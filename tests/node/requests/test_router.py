@@ -1026,22 +1026,20 @@ def test_who_waits_for_a_ring_is_told_once_why(world: World, at: NodeId) -> None
 
 def test_only_a_request_for_a_ring_waits_for_it(world: World) -> None:
     router = world.add(ME, FakeRing(**BESIDE, at=None))
+    waits: list[Event] = [Waiting("they sleep")]
     beside: list[dict[str, Any]] = [{"min_bits": 16}, {}, {"trusted": ("other",)}]
     waiting: list[dict[str, Any]] = [{"needs_exact": True}, {"trusted": ("entry",)}]
-    cases: list[tuple[dict[str, Any], list[Event]]] = [
-        *((changes, []) for changes in beside),
-        *((changes, [Waiting("they sleep")]) for changes in waiting),
-    ]
 
     async def story() -> None:
         with pytest.raises(WrongField, match="by a ring that has yet to form with context 4096"):
             await all_of(router, replace(FOX, min_bits=32))
-        for changes, told in cases:
+        for changes in (*beside, *waiting):
             request, events = replace(FOX, **changes), list[Event]()
             with suppress(TimeoutError, NotServed):
                 async with asyncio.timeout(2 * RING_S):
                     await note(router, events, request)
-            assert events == told
+            assert events == (waits if changes in waiting else [])
+        assert len(world.sent) == 2 * len(beside)  # a `Generate` and a `CancelRequest` for each
 
     world.run(story)
 
