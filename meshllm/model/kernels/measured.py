@@ -27,7 +27,7 @@ ENOUGH_S = 0.25
 _RECORD = "measured 1"  # another number if kernels, their names or their speed change
 _CPU_LIMITS = (  # variables that hide instructions from torch and its libraries
     *("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"),
-    *("MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR"),
+    "MKL_ENABLE_INSTRUCTIONS",  # not `MKL_CBWR`, which meshllm sets itself, see `warm_up_onemkl`
 )
 
 _LAST_S = 253_402_300_799  # Unix time of the end of 9999, the last year with a date

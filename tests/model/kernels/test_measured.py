@@ -49,6 +49,17 @@ def test_each_shape_is_measured_once_with_each_number_of_threads() -> None:
     assert measure_once("other", "1024", 1, measuring).seconds["own"] == 4.0
 
 
+def test_what_was_measured_is_found_before_and_after_onemkl_is_set_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("MKL_CBWR", raising=False)
+    measure_once("matrix", "1024", 1, Measuring())
+
+    monkeypatch.setenv("MKL_CBWR", "AUTO")
+
+    assert [each.shape for each in remembered()] == ["1024"]
+
+
 def test_a_choice_is_kept_with_its_gain_even_if_it_is_not_the_fastest() -> None:
     measure_once("matrix", "1024", 1, lambda: {"own": 5.0, "torch": 4.0, "old": 8.0}, max)
     measure_once("matrix", "2048", 1, lambda: {"own": 2.0, "torch": 4.0, "old": 8.0})
