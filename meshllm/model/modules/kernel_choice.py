@@ -4,17 +4,17 @@ Theory of operation: which kernel is fastest depends on the processor, the libra
 inputs, and names of processors do not tell it. So on the first use of a machine the candidates
 multiply matrices, more than fit in the CPU cache, by one row and by a few, in turns. The number of
 outputs has no part in it, so that a part of an LM head is multiplied as the whole one is.
-What counts is the median of the CPU time on one thread, which other programs change least, and so
-that the bits of a model do not depend on the number of threads. Ours wins a near tie, because it
-reads the weights in place: the other needs a packed copy. It is timed with one only where that has
-the bits of the plain matrix, as no other copy is used, see `meshllm.model.modules.linear_onednn`.
+What counts is the median of the CPU time on one thread: other programs change it least, and the
+bits of a model do not depend on the number of threads. Ours wins a near tie, because it reads the
+weights in place: the other needs a packed copy. It is timed with one only where that has the bits
+of the plain matrix, as no other copy is used, see `meshllm.model.modules.linear_onednn`.
 
 Matrices of few inputs stay in the CPU cache, where kernels differ little: they get the fixed choice
 of their CPU, so that it does not depend on what else ran meanwhile.
 
 Prompts are bound by arithmetic. The instruction for pairs does twice as much as float32 arithmetic
-where it is issued as often (AMD EPYC of the Zen 5 kind), and 0.7 times as much where it is not (a
-Xeon of the Emerald Rapids kind without its matrix instructions), so that is measured, too.
+where it is issued as often. Where it is not, as on a Xeon of the Emerald Rapids kind without its
+matrix instructions, it is slower, so that is measured, too (`meshllm doctor` shows the ratio).
 """
 
 from collections.abc import Callable, Iterator

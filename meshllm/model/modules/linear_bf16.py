@@ -5,9 +5,9 @@ memory delivers the weights, two rows three times as slow, and prompts at a frac
 rate. There `meshllm.model.kernels.gemm_bf16` multiplies instead: up to `MOST_ROWS` rows in one
 order of summation, more (prompts) in another. On CPUs with an instruction for pairs of bf16, and
 none for matrices, our kernel multiplies any number of rows in one order: a prompt has the same bits
-whole and in chunks. Where that instruction was measured to be slower than float32 arithmetic, a
-prompt of more than `DOT_ROWS` rows is multiplied by the latter. On other CPUs our kernel multiplies
-few rows of the matrices for which it was measured to be faster, see
+whole and in chunks. Where that instruction was measured to be slower than float32 arithmetic, this
+holds for chunks of up to `DOT_ROWS` rows: longer ones are multiplied in float32. On other CPUs our
+kernel multiplies few rows of the matrices for which it was measured to be faster, see
 `meshllm.model.modules.kernel_choice`; torch the rest. So a row of a decode step has the same bits
 in any batch. Weights are read in place.
 """
