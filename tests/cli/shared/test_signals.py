@@ -186,7 +186,7 @@ def test_a_signal_during_a_child_task_cancels_the_main_task(interrupt: object) -
     assert signal.getsignal(signal.SIGINT) is interrupt
 
 
-def test_a_signal_that_is_taken_inside_ends_the_command_afterwards() -> None:
+def test_a_signal_that_is_taken_inside_ends_the_command_afterwards(interrupt: object) -> None:
     steps = list[str]()
 
     async def measure() -> None:
@@ -198,6 +198,7 @@ def test_a_signal_that_is_taken_inside_ends_the_command_afterwards() -> None:
     with pytest.raises(SystemExit, match="143"), unwinding_on_signals():
         asyncio.run(measure())
     assert steps == ["measured"]
+    assert signal.getsignal(signal.SIGINT) is interrupt
 
 
 def test_a_signal_unwinds_a_background_job_that_ignores_ctrl_c() -> None:
