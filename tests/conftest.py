@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import signal
 import tempfile
 import zlib
 from collections.abc import Iterator
@@ -91,6 +92,15 @@ def _logs() -> Iterator[None]:
     yield
     root.handlers[:] = handlers
     ours.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def _signals() -> Iterator[None]:
+    """Refuse a test that leaves a signal handler behind, which would fail a later one."""
+    handled = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+    before = [signal.getsignal(each) for each in handled]
+    yield
+    assert [signal.getsignal(each) for each in handled] == before
 
 
 @pytest.fixture(scope="session", autouse=True)

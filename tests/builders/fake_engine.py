@@ -8,8 +8,8 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,11 +86,20 @@ class FakeEngine:
             self.closed += 1
 
 
+class EngineServer(uvicorn.Server):
+    """Leaves the signal handlers of the tests as they are."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none: uvicorn would restore those of an event loop that is closed by then."""
+        yield
+
+
 @asynccontextmanager
 async def serving(engine: FakeEngine) -> AsyncIterator[str]:
     """Serve an engine inside the context; yield the URL of its API."""
     config = uvicorn.Config(engine.application(), port=0, log_level="error", lifespan="off")
-    server = uvicorn.Server(config)
+    server = EngineServer(config)
     config.load()
     running = asyncio.ensure_future(server.serve())
     await until(lambda: server.started)  # uvicorn has no event for it
