@@ -8,7 +8,8 @@ joined in order. Without an outline the request is answered as usual. A point th
 answer with its error, and closing the generator cancels all sessions.
 
 The outline is asked for without reasoning. Whether a model can do that is known where it runs, and
-engines cannot: it refuses, and the request is answered as usual unless it must be outlined.
+engines cannot: it refuses, and the request is answered as usual unless it must be outlined. So it
+is while no ring serves: a provider may answer at once what is not outlined.
 
 The seed of a point follows from that of the request and the number of the point, its limits from
 the outline: the same seed gives the same answer, whatever comes first.
@@ -70,7 +71,8 @@ class OutlineBackend:
                     yield event
                 elif isinstance(event, Piece) and event.tokens:
                     yield Piece("", event.tokens)
-                if not outlining.take(event):
+                is_awaited = isinstance(event, Waiting) and event.reason != ""
+                if (is_awaited and outlining.may_decline) or not outlining.take(event):
                     break
         points = outlining.points()
         answer = (

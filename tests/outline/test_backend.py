@@ -9,7 +9,16 @@ from meshllm.names import LossCause
 from meshllm.node.provider.engine_json import call_of
 from meshllm.outline.backend import OutlineBackend
 from meshllm.outline.eligibility import OutlineMode
-from meshllm.request import Answer, Event, FinishReason, Interruption, Piece, Prefilled, Request
+from meshllm.request import (
+    Answer,
+    Event,
+    FinishReason,
+    Interruption,
+    Piece,
+    Prefilled,
+    Request,
+    Waiting,
+)
 from meshllm.strict_json import WrongField
 from tests.builders.outlined import events_of
 from tests.builders.writer import ASKED, Writer
@@ -177,6 +186,27 @@ async def test_auto_answers_as_usual_what_a_provider_answers() -> None:
     events = await events_of(Engine(), mode=OutlineMode.AUTO)
 
     assert text_of(events) == answer_of(events).text == "the usual answer"
+
+
+class Unformed(Writer):
+    """Awaits a ring for an outline; a provider answers other requests."""
+
+    async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
+        if request.max_reasoning is not None:
+            yield Waiting("there is no ring yet")
+            await asyncio.Event().wait()
+        async for event in Writer.generate(self, request):
+            yield event
+
+
+async def test_auto_answers_as_usual_while_no_ring_serves() -> None:
+    backend = Unformed()
+
+    events = await events_of(backend, mode=OutlineMode.AUTO)
+
+    assert events[0] == Waiting("there is no ring yet")
+    assert answer_of(events).text == text_of(events)
+    assert backend.requests == [ASKED]
 
 
 async def test_an_outline_of_a_provider_is_refused() -> None:
