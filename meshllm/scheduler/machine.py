@@ -59,6 +59,8 @@ class MachineKind:
     """It runs an engine of its own, which serves whole models and merges prefill with decode."""
     costs: Costs | None = None
     """What it measured; None takes the peak speeds."""
+    models: frozenset[str] | None = None
+    """Names of the models that it may hold; None for all."""
 
     @classmethod
     def with_costs(cls, name: str, memory_bytes: int, costs: Costs, count: int = 1) -> Self:
@@ -82,6 +84,10 @@ class MachineKind:
     def whole_bandwidth(self) -> float:
         """Peak bytes per second of all devices together."""
         return self.bandwidth * self.devices
+
+    def may_hold(self, model: Architecture) -> bool:
+        """Return whether it may hold layers of a model, if these fit."""
+        return self.models is None or model.name in self.models
 
     def offer(self, node: NodeId, model: Architecture) -> Offer:
         """Return what it measured for a model, or predict it by the roofline of each operator."""

@@ -4,12 +4,13 @@ Machines of one kind are alike, so a replica is chosen by how many of each kind 
 of a model are alike too, so the best spans are found by giving layer after layer to a machine.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from meshllm.errors import UserError
-from meshllm.names import NODE_ID_BYTES, NodeId, Span
+from meshllm.names import NODE_ID_BYTES, NodeId, Quant, Span
 from meshllm.protocol.kv_cache.admission import MAX_SESSIONS
 from meshllm.protocol.planning.chunking import ring_times
 from meshllm.protocol.planning.plan import (
@@ -71,14 +72,32 @@ class Workload:
             raise UserError("Two kinds of machines have the same name", hint="rename one of them")
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The name of each model, as a mesh tells quantisations of one model apart."""
+        return unique_names([(it.architecture.name, it.architecture.quant) for it in self.models])
+
+    @property
     def counts(self) -> tuple[int, ...]:
         """Count the machines of each kind."""
         return tuple(kind.count for kind in self.kinds)
+
+    def may_hold(self, kind: int, model: int) -> bool:
+        """Return whether machines of a kind may hold layers of a model."""
+        return self.kinds[kind].may_hold(self.models[model].architecture)
 
     def wire(self, here: int, there: int) -> LinkSpeed:
         """Return the link between machines of two kinds."""
         pair = self.kinds[here].name, self.kinds[there].name
         return self.wires.get(pair) or self.wires.get(pair[::-1]) or self.default_wire
+
+
+def unique_names(models: Sequence[tuple[str, Quant]]) -> tuple[str, ...]:
+    """Return names of models, with the quantisation behind those that several have."""
+    counts = Counter(name for name, _ in models)
+    return tuple(
+        name if counts[name] == 1 or quant is Quant.NONE else f"{name}@{quant}"
+        for name, quant in models
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +124,11 @@ def make_option(
     """Make a replica of the machines of these kinds, the entry first; None if it does not fit."""
     order = _tour(workload, machines)
     kinds = [workload.kinds[kind] for kind in order]
+    served = workload.models[model]
     if len(order) > 1 and any(kind.is_provider for kind in kinds):
         return None
-    served = workload.models[model]
+    if not all(kind.may_hold(served.architecture) for kind in kinds):
+        return None
     nodes = [NodeId(number.to_bytes(NODE_ID_BYTES)) for number in range(len(order))]
     offers = [_offer(served, kind, node) for kind, node in zip(kinds, nodes, strict=True)]
     rooms = [_room(served, *pair) for pair in zip(kinds, offers, strict=True)]
@@ -132,6 +153,8 @@ def make_option(
 
 def most_layers(served: ServedModel, kind: MachineKind) -> int:
     """Return how many layers a machine of a kind can hold if it is not the entry."""
+    if not kind.may_hold(served.architecture):
+        return 0
     offer = _offer(served, kind, NodeId(bytes(NODE_ID_BYTES)))
     return _room(served, kind, offer) // _layer_bytes(served.sizes)
 

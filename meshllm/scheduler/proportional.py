@@ -24,8 +24,12 @@ def memory_proportional(workload: Workload) -> list[ReplicaOption]:
         for kind in placed[model]:
             free.remove(kind)
     for kind in free:
-        neediest = min(placed, key=lambda model: _memory(workload, placed[model]) / weights[model])
-        placed[neediest].append(kind)
+        able = [model for model in placed if workload.may_hold(kind, model)]
+        if able:
+            neediest = min(
+                able, key=lambda model: _memory(workload, placed[model]) / weights[model]
+            )
+            placed[neediest].append(kind)
     return [
         option for model, machines in placed.items() for option in _rings(workload, model, machines)
     ]
@@ -33,9 +37,10 @@ def memory_proportional(workload: Workload) -> list[ReplicaOption]:
 
 def _fewest(workload: Workload, model: int, free: Sequence[int]) -> list[int] | None:
     """Return the fewest of the largest free machines that hold a model; None if they do not."""
-    for count in range(1, len(free) + 1):
-        if make_option(workload, model, free[:count], Spread.PROPORTIONAL) is not None:
-            return list(free[:count])
+    able = [kind for kind in free if workload.may_hold(kind, model)]
+    for count in range(1, len(able) + 1):
+        if make_option(workload, model, able[:count], Spread.PROPORTIONAL) is not None:
+            return able[:count]
     return None
 
 

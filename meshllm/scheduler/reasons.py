@@ -28,7 +28,7 @@ def why_slower(workload: Workload, best: Assessment, other: Assessment) -> str:
         )
     ]
     _, model = max(losses)
-    name = f"`{workload.models[model].architecture.name}`"
+    name = f"`{workload.names[model]}`"
     ours, theirs = best.models[model], other.models[model]
     if theirs.refused:
         return f"it refuses {theirs.refused} of {theirs.refused + theirs.served} for {name}"

@@ -184,7 +184,7 @@ def _spans(assessed: Assessment) -> list[tuple[object, ...]]:
 
 
 def _refusal(workload: Workload, options: Options) -> ModelError:
-    names = [served.architecture.name for served in workload.models]
+    names = workload.names
     homeless = [f"`{name}`" for model, name in enumerate(names) if not options.of(model)]
     if homeless:
         return ModelError(

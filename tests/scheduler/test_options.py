@@ -40,6 +40,14 @@ def test_mixes_without_the_memory_are_not_counted() -> None:
     assert (0, 1, 1) in uses(LAPTOPS, A, B, architecture=LLAMA_70B)
 
 
+def test_a_machine_holds_only_the_models_that_it_may() -> None:
+    other = replace(B, models=frozenset({"other"}))
+    own = replace(B, models=frozenset({LLAMA_70B.name}))
+
+    assert uses(A, other, architecture=LLAMA_70B) == set()
+    assert uses(A, own, architecture=LLAMA_70B) == uses(A, B, architecture=LLAMA_70B) != set()
+
+
 def test_providers_are_not_mixed() -> None:
     engine = replace(A, is_provider=True)
 

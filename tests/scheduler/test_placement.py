@@ -76,6 +76,14 @@ def test_a_provider_serves_whole_models_only() -> None:
     assert make_option(cluster, 0, (0, 0), Spread.BALANCED) is None
 
 
+def test_a_machine_of_other_models_has_no_option() -> None:
+    kind = replace(A100, models=frozenset({LLAMA_70B.name}))
+    where = mesh(served(LLAMA_8B), served(LLAMA_70B), kinds=(kind,))
+
+    assert make_option(where, 0, (0,), Spread.BALANCED) is None
+    assert make_option(where, 1, (0, 0, 0), Spread.BALANCED) is not None
+
+
 def test_sessions_get_the_memory_that_weights_leave() -> None:
     option = make_option(mesh(served(LLAMA_8B)), 0, (0,), Spread.BALANCED)
 

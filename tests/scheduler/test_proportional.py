@@ -20,6 +20,18 @@ def test_memory_alone_gives_models_machines_by_their_weights() -> None:
     assert [each.machines for each in found if each.model == 1] == [3, 4]
 
 
+def test_memory_alone_gives_a_machine_only_models_that_it_may_hold() -> None:
+    own = replace(A100, name="own", count=2, models=frozenset({LLAMA_8B.name}))
+    none = replace(A100, name="none", models=frozenset())
+    both = mesh(served(LLAMA_8B), served(LLAMA_70B), kinds=(none, own, replace(A100, count=4)))
+
+    found = memory_proportional(both)
+
+    uses = [[each.uses for each in found if each.model == model] for model in (0, 1)]
+    assert [sum(each) for each in zip(*uses[0], strict=True)][:2] == [0, 2]
+    assert [sum(each) for each in zip(*uses[1], strict=True)][:2] == [0, 0]
+
+
 def test_memory_alone_still_serves_all_models_that_fit() -> None:
     tight = mesh(served(LLAMA_8B), served(LLAMA_70B), kinds=(replace(A100, count=4),))
 

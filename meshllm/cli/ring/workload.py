@@ -129,17 +129,20 @@ class WorkloadReport:
 
     def _models(self, assessed: Assessment) -> list[tuple[object, ...]]:
         rows: list[tuple[object, ...]] = []
-        for served, found in zip(self.spec.workload.models, assessed.models, strict=True):
+        workload = self.spec.workload
+        for name, served, found in zip(
+            workload.names, workload.models, assessed.models, strict=True
+        ):
             first, token, total = found.ttft_s, found.token_s, found.total_s
-            name, rate = served.architecture.name, served.load.rate
             rows.append(
-                (name, rate, found.refused, first[0], first[2], token[0] * 1e3, token[2] * 1e3,
-                 total[0], total[2])
+                (name, served.load.rate, found.refused, first[0], first[2],
+                 token[0] * 1e3, token[2] * 1e3, total[0], total[2])
             )  # fmt: skip
         return rows
 
     def _placement(self, assessed: Assessment) -> dict[str, Any]:
-        models = zip(self.spec.workload.models, assessed.models, strict=True)
+        workload = self.spec.workload
+        models = zip(workload.names, workload.models, assessed.models, strict=True)
         return {
             "request_s": assessed.mean_s if isfinite(assessed.mean_s) else None,
             "tokens_per_s": assessed.tokens_per_s,
@@ -154,13 +157,13 @@ class WorkloadReport:
                 for option, capacity in zip(assessed.replicas, assessed.capacities, strict=True)
             ],
             "models": [
-                {"model": served.architecture.name, "rate": served.load.rate} | _times(found)
-                for served, found in models
+                {"model": name, "rate": served.load.rate} | _times(found)
+                for name, served, found in models
             ],
         }
 
     def _name(self, option: ReplicaOption) -> str:
-        return self.spec.workload.models[option.model].architecture.name
+        return self.spec.workload.names[option.model]
 
     def _machines(self, option: ReplicaOption) -> str:
         return "+".join(self.spec.workload.kinds[kind].name for kind in option.kinds)

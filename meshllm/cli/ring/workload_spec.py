@@ -23,6 +23,7 @@
 
     [[machine]]
     name = "attic"
+    models = ["builtin"]       # optional, for any machine: it may hold these only
     memory = "8GB"
     ms_per_layer = 2.5         # measured, for one row, instead of the peak speeds
     of = "builtin"             # a layer of this model; the first one if not given
@@ -71,7 +72,7 @@ from meshllm.protocol.planning.plan import LinkSpeed
 from meshllm.scheduler.architecture import Architecture
 from meshllm.scheduler.load import MAX_TOKENS, Lengths, ModelLoad
 from meshllm.scheduler.machine import MEASURED_ROWS, MEASURED_TIMES, Costs, MachineKind
-from meshllm.scheduler.placement import ServedModel, Workload
+from meshllm.scheduler.placement import ServedModel, Workload, unique_names
 from meshllm.scheduler.simulator import Arrival
 from meshllm.status import CostTable, MeshStatus, NodeStatus, from_json
 from meshllm.traces.trace import TraceLine
@@ -118,7 +119,7 @@ def read_workload(
     found = read_toml(path, _HINT)
     check_keys(found, "file", ("model", "machine", "link", "measured"))
     recorded = read_load(trace) if trace else ()
-    models = tuple(_model(table, path.parent, recorded) for table in tables(found, "model"))
+    models = _models(tables(found, "model"), path.parent, recorded)
     machines = tables(found, "machine")
     kinds = tuple(_machine(table, models, path.parent) for table in machines)
     wires = _wires(tables(found, "link"), [kind.name for kind in kinds])
@@ -138,7 +139,7 @@ def read_workload(
     workload = Workload(models, kinds, wires, LinkSpeed(LAN_S))
     if trace is None:
         return WorkloadSpec(workload, tuple(assumed))
-    requests = arrivals(recorded, [served.architecture.name for served in models])
+    requests = arrivals(recorded, workload.names)
     if left := len(recorded) - len(requests):
         assumed.append(f"{left} requests of the trace for other models are left out")
     return WorkloadSpec(workload, tuple(assumed), tuple(requests))
@@ -155,14 +156,14 @@ def running_nodes(
     ring, model = status.ring, status.model
     if model is None or ring.predicted is None or not ring.stages:
         raise UserError("The times of the running mesh are not known yet", hint="wait for its ring")
-    config = _config(find_installed(model.name) / CONFIG)
-    architecture = Architecture.from_config(model.name, config, Quant(model.quant))
+    config = _config(find_installed(model.stored_name) / CONFIG)
+    architecture = Architecture.from_config(model.stored_name, config, Quant(model.quant))
     by_id = {node.node: node for node in status.nodes}
     names = [f"{stage.rank}-{stage.name}" for stage in ring.stages]
     kinds, wires = [], {}
     for at, (stage, hop) in enumerate(zip(ring.stages, ring.predicted.hops, strict=True)):
         if stage.layers and (node := by_id.get(stage.node)):
-            if node.costs and node.costs.model == model.name:
+            if node.costs and node.costs.model == model.stored_name:
                 costs = costs_of(node.costs, architecture)
                 kinds.append(MachineKind.with_costs(names[at], node.memory_bytes, costs))
             else:
@@ -198,7 +199,18 @@ def _check_counts(models: Sequence[ServedModel], kinds: Sequence[MachineKind]) -
             raise UserError(f"{count} {what} described", hint=f"describe 1 to {most} {what}")
 
 
-def _model(table: Mapping[str, Any], folder: Path, recorded: Sequence[TraceLine]) -> ServedModel:
+def _models(
+    given: Sequence[Mapping[str, Any]], folder: Path, recorded: Sequence[TraceLine]
+) -> tuple[ServedModel, ...]:
+    made = [_architecture(table, folder) for table in given]
+    names = unique_names([(each.name, each.quant) for each in made])
+    return tuple(
+        ServedModel(each, _load(table, name, recorded))
+        for each, table, name in zip(made, given, names, strict=True)
+    )
+
+
+def _architecture(table: Mapping[str, Any], folder: Path) -> Architecture:
     check_keys(table, "model", ("name", "config", "quant", *_LOAD))
     name = text(table, "name", MAX_PATH)
     config = (
@@ -206,8 +218,7 @@ def _model(table: Mapping[str, Any], folder: Path, recorded: Sequence[TraceLine]
         if "config" in table
         else find_installed(name) / CONFIG
     )
-    load = _load(table, name, recorded)
-    return ServedModel(Architecture.from_config(name, _config(config), _quant(table)), load)
+    return Architecture.from_config(name, _config(config), _quant(table))
 
 
 def _load(table: Mapping[str, Any], name: str, recorded: Sequence[TraceLine]) -> ModelLoad:
@@ -269,6 +280,28 @@ def _is_count(value: object) -> bool:
 
 
 def _machine(table: Mapping[str, Any], models: Sequence[ServedModel], folder: Path) -> MachineKind:
+    kind = _timed_machine(
+        {key: value for key, value in table.items() if key != "models"}, models, folder
+    )
+    return replace(kind, models=_allowed(table, models)) if "models" in table else kind
+
+
+def _allowed(table: Mapping[str, Any], models: Sequence[ServedModel]) -> frozenset[str]:
+    """Return the names of the models that a machine may hold."""
+    known, given = {served.architecture.name for served in models}, table["models"]
+    if (
+        not isinstance(given, list)
+        or not given
+        or not all(isinstance(each, str) and each in known for each in given)
+    ):
+        named = ", ".join(f"`{each}`" for each in sorted(known))
+        raise UserError("`models` of a machine must list models of the file", hint=f"of {named}")
+    return frozenset(given)
+
+
+def _timed_machine(
+    table: Mapping[str, Any], models: Sequence[ServedModel], folder: Path
+) -> MachineKind:
     common = ("name", "count", "memory")
     if "costs" in table:
         check_keys(table, "machine with a cost table", (*common, "costs", "node", "of"))
@@ -317,7 +350,7 @@ def _with_costs(table: Mapping[str, Any], models: Sequence[ServedModel], path: P
     (node,) = timed
     assert node.costs
     model = _timed(table if "of" in table else {"of": node.costs.model}, models)
-    if status.model and status.model.name == node.costs.model:
+    if status.model and status.model.stored_name == node.costs.model:
         model = replace(model, quant=_quant({"quant": status.model.quant}))
     memory = parse_memory(text(table, "memory")) if "memory" in table else node.memory_bytes
     costs = costs_of(node.costs, model)

@@ -74,6 +74,18 @@ def test_a_placement_that_other_machines_may_not_find_is_told_as_such(
     assert said in line
 
 
+def test_quantisations_of_a_model_are_told_apart(meshllm: Invoke, pair: Path) -> None:
+    pair.write_text(
+        PAIR.replace('name = "big"', 'name = "builtin"').replace('config = "big.json"\n', "")
+    )
+
+    report = json.loads(meshllm("ring", "plan", "--workload", str(pair), "--json").stdout)
+
+    names = {"builtin", "builtin@int8"}
+    assert {each["model"] for each in report["placement"]["models"]} == names
+    assert {each["model"] for each in report["placement"]["replicas"]} == names
+
+
 def test_models_that_do_not_fit_exit_4(meshllm: Invoke, pair: Path) -> None:
     pair.write_text(PAIR.replace("16GB", "2GB").replace("8GB", "1GB"))
 

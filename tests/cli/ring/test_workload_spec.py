@@ -35,6 +35,9 @@ from tests.cli.conftest import Invoke
         ("tflops = 1\n", "", "A machine has no `tflops`"),
         ("tflops = 1\n", "ms_per_layer = 9\n", "Unknown key `gb_s` in a measured machine"),
         ("tflops = 1\ngb_s = 40", 'ms_per_layer = 9\nof = "x"', "`of` names no model"),
+        ("count = 3", "models = []", "must list models of the file"),
+        ("count = 3", 'models = ["builtin", "owl"]', "must list models of the file"),
+        ("count = 3", "models = [[]]", "must list models of the file"),
         ('b = "laptop"', 'b = "server"', "Invalid link `desktop` to `server`"),
         ("latency_ms = 2", "", "has no `latency_ms`"),
     ],
@@ -49,6 +52,15 @@ def test_a_mistake_in_the_file_is_named(
 
     assert result.exit_code == 2
     assert words in result.stderr
+
+
+def test_a_machine_may_be_kept_for_some_models(pair: Path) -> None:
+    pair.write_text(PAIR.replace("count = 3", 'count = 3\nmodels = ["builtin"]'))
+
+    kinds = read_workload(pair, mesh_with_costs).workload.kinds
+
+    assert [each.models for each in kinds if each.count == 3] == [frozenset({"builtin"})]
+    assert [each.models for each in kinds if each.count == 1] == [None]
 
 
 def test_two_kinds_of_machines_have_two_names(meshllm: Invoke, pair: Path) -> None:
