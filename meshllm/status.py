@@ -109,6 +109,16 @@ class ModelStatus:
             return self.precision
         return self.dtype if self.quant in {"", "none"} else self.quant
 
+    @property
+    def stored_name(self) -> str:
+        """The name that it shares with its other quantisations."""
+        return self.name.removesuffix(f"@{self.weight_precision}")
+
+    @property
+    def precise_name(self) -> str:
+        """The name that no other quantisation has, which it keeps when another one is stopped."""
+        return f"{self.stored_name}@{self.weight_precision}" if self.weight_precision else self.name
+
 
 @dataclass(frozen=True, slots=True)
 class Models:
@@ -554,6 +564,7 @@ def find_model(models: Sequence[ModelStatus], name: str) -> ModelStatus | None:
     """Return the model of a name, an alias or a prefix of a key, in this order of precedence."""
     tests: tuple[Callable[[ModelStatus], bool], ...] = (
         lambda each: each.name == name,
+        lambda each: each.precise_name == name,
         lambda each: name in each.aliases,
         lambda each: len(name) >= MIN_PREFIX and each.key.startswith(name),
     )

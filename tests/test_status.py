@@ -134,6 +134,22 @@ def test_a_model_is_found_by_name_alias_and_prefix_in_this_order() -> None:
     ]  # fmt: skip
 
 
+def test_a_quantisation_is_found_by_its_precise_name_whether_or_not_another_one_is_served() -> None:
+    stored = ModelStatus("fox", 1, 1, "bfloat16", "none", key="0123456789abcdef")
+    small = ModelStatus("fox@int8", 1, 1, "bfloat16", "int8", key="fedcba9876543210")
+    alone = replace(small, name="fox")
+    unknown = ModelStatus("fox", 0, 0, "", "")
+
+    assert [find_model((stored, small), name) for name in ("fox", "fox@bfloat16", "fox@int8")] == [
+        stored, stored, small,
+    ]  # fmt: skip
+    assert [find_model((alone,), name) for name in ("fox", "fox@int8", "fox@bfloat16")] == [
+        alone, alone, None,
+    ]  # fmt: skip
+    assert [each.stored_name for each in (stored, small, alone, unknown)] == ["fox"] * 4
+    assert find_model((unknown,), "fox@") is None
+
+
 def test_fields_of_a_newer_node_are_ignored() -> None:
     status = sent(FULL)
     status["ring"]["stages"][0]["heat_c"] = 70

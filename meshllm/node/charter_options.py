@@ -2,14 +2,13 @@
 
 from collections.abc import Collection, Iterable
 from dataclasses import replace
-from shlex import quote
-from typing import Any
+from typing import Any, NoReturn
 
 from meshllm.errors import ModelError, ModelMissing, UserError
 from meshllm.model.shape import ModelShape
 from meshllm.names import Digest, NodeId, Quant, show
 from meshllm.node.node_names import Profiles, resolve_names
-from meshllm.node.options import FIRST_MODEL, ModelOptions, NodeOptions
+from meshllm.node.options import ModelOptions, NodeOptions
 from meshllm.node.ring.shape import CONTEXT, plan_shape
 from meshllm.protocol.membership.charter import (
     MAX_ALIAS_BYTES,
@@ -17,6 +16,7 @@ from meshllm.protocol.membership.charter import (
     MAX_REPLICAS,
     MAX_SERVED,
     Charter,
+    unique_name,
 )
 from meshllm.protocol.membership.records import MAX_MEMBERS
 from meshllm.protocol.planning.plan import ModelSizes
@@ -138,16 +138,18 @@ def stop(charter: Charter, name: str) -> Charter:
     if found is None:
         raise not_served(charter, name)
     if found.key == charter.key:
+        others = (each for each in charter.models if each.shape.name == found.shape.name)
+        named = " or ".join(f"`meshllm model stop {each.precise_name}`" for each in others)
         raise UserError(
             f"`{name}` is the first model of the mesh, which it always serves",
-            hint="begin a new mesh without it",
+            hint=f"stop another quantisation: {named}" if named else "begin a new mesh without it",
         )
     return replace(charter, models=tuple(each for each in charter.models if each.key != found.key))
 
 
 def not_served(charter: Charter, name: str) -> ModelMissing:
     """Return the error that a mesh does not serve a model."""
-    listed = ", ".join(f"`{each.shape.name}`" for each in charter.served)
+    listed = ", ".join(f"`{unique_name(each, charter.served)}`" for each in charter.served)
     return ModelMissing(f"The mesh does not serve `{name[:100]}`", hint=f"served: {listed}")
 
 
@@ -192,29 +194,26 @@ def _check_aliases(aliases: Collection[str]) -> None:
 
 
 def _check_names(model: Charter, mesh: Charter) -> None:
-    """Raise `UserError` if a name of a model is that of another one of the mesh."""
-    others = (each for each in mesh.served if each.key != model.key)
-    taken = {name: each for each in others for name in (each.shape.name, *each.aliases)}
-    for name in (model.shape.name, *model.aliases):
-        if (other := taken.get(name)) is not None:
-            is_first = other.key == mesh.key  # which is always served
-            stops = "" if is_first else f"stop that one with `meshllm model stop {name}`, or "
-            raise UserError(
-                f"The mesh serves another model as `{name}`, with `--quant {other.quant}`",
-                hint=stops + _other_name(model, name, other),
-            )
+    """Raise `UserError` if a name of a model is that of another one of the mesh.
+
+    Quantisations of one model may share its name.
+    """
+    for other in mesh.served:
+        if other.key == model.key:
+            continue
+        taken = {other.precise_name, *other.aliases}
+        if other.config_digest != model.config_digest:
+            taken.add(other.shape.name)
+        for name in (model.shape.name, model.precise_name, *model.aliases):
+            if name in taken or (name in model.aliases and name == other.shape.name):
+                _refuse_name(name, other, mesh, is_alias=name in model.aliases)
 
 
-def _other_name(model: Charter, name: str, other: Charter) -> str:
-    """Return how to serve a model under another name than that of another one."""
-    if name != model.shape.name:
-        return "choose another `--alias`"
-    is_linked = name != FIRST_MODEL and name == other.shape.name
-    if model.config_digest != other.config_digest or not is_linked:
-        return "copy this one to a folder of another name"
-    link = quote(f"{name.rstrip('/').rpartition('/')[2]}-{model.quant}")
-    serves = f"meshllm model serve ./{link} --quant {model.quant} --alias {link}"
-    return f"link its folder, which `meshllm model list` shows: `ln -s FOLDER {link}; {serves}`"
+def _refuse_name(name: str, other: Charter, mesh: Charter, *, is_alias: bool) -> NoReturn:
+    is_first, its = other.key == mesh.key, unique_name(other, mesh.served)
+    stops = "" if is_first else f"stop that one with `meshllm model stop {its}`, or "
+    renames = "choose another `--alias`" if is_alias else "copy this one to a folder of its own"
+    raise UserError(f"The mesh serves another model as `{name}`", hint=stops + renames)
 
 
 def refuse_other(

@@ -95,7 +95,7 @@ class ModelOptions:
     model: str
     """A model that this node has locally, or a name under which it is served already."""
     quant: str | None = None
-    """Of a new model: another quantisation is another model."""
+    """Another quantisation is another model, beside those that are served."""
     policy: str | None = None
     members: int | None = None
     replicas: int | None = None

@@ -210,7 +210,8 @@ class Preparation:
             try:
                 source = await self._resolve(name, is_own=name in {*own, *self.described})
                 digest = await self._digest(source)
-                refuse_other(charter, source.name, digest, options.inference.quant)
+                quant = None if name in self.described else options.inference.quant
+                refuse_other(charter, source.name, digest, quant)
             except OutOfMemory:
                 raise
             except ModelError as found:

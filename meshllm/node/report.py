@@ -15,7 +15,7 @@ from meshllm.node.provider import NO_MODELS, STARTING
 from meshllm.node.view import LinkView, NodeView, RingView
 from meshllm.protocol.agreement.groups import groups_in, is_exact
 from meshllm.protocol.agreement.trial import Trial
-from meshllm.protocol.membership.charter import Charter
+from meshllm.protocol.membership.charter import Charter, unique_name
 from meshllm.protocol.membership.records import (
     DIGEST_PART_BYTES,
     Lifecycle,
@@ -204,6 +204,11 @@ def _served(view: NodeView) -> list[Charter]:
     return list(rings.values())
 
 
+def _model_name(view: NodeView, charter: Charter) -> str:
+    """Return a name of a model of rings that no other one of the mesh has."""
+    return unique_name(charter, _served(view))
+
+
 def _served_ring(view: NodeView, ring: RingView) -> ServedRing:
     plan, group, own = ring.plan, ring.group, view.of_ring(ring)
     nodes = [node for node in _known(view) if group.id in _groups_of(view, node)]
@@ -212,7 +217,7 @@ def _served_ring(view: NodeView, ring: RingView) -> ServedRing:
     ]
     state = RingState.FORMING if plan or standbys else RingState.WAITING
     return ServedRing(
-        group.charter.shape.name,
+        _model_name(view, group.charter),
         group.replica,
         RingState.SERVING if ring.is_served else state,
         "" if ring.is_served else _by_name(view, _waits_for(view, ring, standbys)),
@@ -253,7 +258,7 @@ def model_status(view: NodeView, charter: Charter) -> ModelStatus:
     dtype, quant = charter.dtype.name.lower(), str(charter.quant)
     plans = _plans_of(view, charter)
     return ModelStatus(
-        shape.name,
+        _model_name(view, charter),
         shape.layers,
         shape.hidden_size,
         dtype,

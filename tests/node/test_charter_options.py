@@ -166,11 +166,7 @@ def test_another_model_is_refused() -> None:
 
 
 STOP = "stop that one with `meshllm model stop org/fox`, or "
-COPY = "copy this one to a folder of another name"
-LINK = (
-    "link its folder, which `meshllm model list` shows: `ln -s FOLDER {0};"
-    " meshllm model serve ./{0} --quant {1} --alias {0}`"
-)
+COPY = "copy this one to a folder of its own"
 
 
 def named(name: str, **changes: Any) -> Charter:
@@ -246,25 +242,41 @@ def test_an_alias_in_use_has_a_hint() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "stops", "other"),
+    ("name", "changes"),
     [
-        ("tiny", {"quant": Quant.INT8}, "", LINK.format("tiny-int8", "int8")),
-        ("org/fox", {"quant": Quant.NONE}, STOP, LINK.format("fox-none", "none")),
-        ("org/fox", {"config_digest": Digest(bytes(32))}, STOP, COPY),
-        ("small", {"quant": Quant.INT4}, STOP.replace("org/fox", "small"), COPY),
+        ("org/fox", {"config_digest": Digest(bytes(32))}),
+        ("small", {"quant": Quant.INT4}),
+        ("org/fox@int8", {}),
     ],
-    ids=["first", "quantisation", "another model", "alias"],
+    ids=["another model", "alias", "precise name"],
 )
-def test_a_name_in_use_has_a_hint_how_to_serve_both(
-    name: str, changes: dict[str, Any], stops: str, other: str
-) -> None:
+def test_a_name_in_use_has_a_hint_how_to_serve_both(name: str, changes: dict[str, Any]) -> None:
     fox = named("org/fox", quant=Quant.INT8)
     both = serve(charter(), fox, ModelOptions("org/fox", aliases=("small",)))
 
-    with pytest.raises(UserError, match=f"another model as `{name}`, with `--quant ") as caught:
+    with pytest.raises(UserError, match=f"another model as `{name}`") as caught:
         serve(both, named(name, **changes), ModelOptions(name))
 
-    assert caught.value.hint == stops + other
+    assert caught.value.hint == STOP + COPY
+
+
+def test_quantisations_of_a_model_share_its_name_and_no_other_one() -> None:
+    small = named("tiny", quant=Quant.INT8)
+
+    both = serve(charter(), small, ModelOptions("tiny", replicas=2))
+
+    assert [each.quant for each in both.served] == [Quant.NONE, Quant.INT8]
+    assert both.models[0].replicas == 2
+    for alias in ("tiny", "tiny@int8", "tiny@bfloat16"):
+        with pytest.raises(UserError, match=f"another model as `{alias}`"):
+            serve(both, named("tiny", quant=Quant.INT4), ModelOptions("tiny", aliases=(alias,)))
+    with pytest.raises(UserError, match="the first model") as caught:
+        stop(both, "tiny")
+    assert caught.value.hint == "stop another quantisation: `meshllm model stop tiny@int8`"
+    assert stop(both, "tiny@int8").served == charter().served
+    with pytest.raises(ModelMissing) as missing:
+        stop(both, "owl")
+    assert missing.value.hint == "served: `tiny`, `tiny@int8`"
 
 
 def test_names_are_of_one_model_and_models_are_limited() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +30,7 @@ from meshllm.protocol.agreement import filling, grouping
 from meshllm.protocol.agreement.candidates import MeshView
 from meshllm.protocol.agreement.group_table import Sizes
 from meshllm.protocol.agreement.groups import REFUSES, NodeGroups, groups_in, groups_of
-from meshllm.request import Answer, Request
+from meshllm.request import Answer, Request, Sampling
 from meshllm.status import RingState, ServedRing
 from tests.builders.node_mesh import PATIENCE_S, Mesh, report_of, until
 from tests.builders.own_cache import own_cache
@@ -61,7 +62,7 @@ def serving(node: MeshNode) -> set[tuple[str, int]]:
 
 async def ask(node: MeshNode, **changes: Any) -> tuple[int, ...]:
     control: NodeControl = control_of(node)
-    request = Request(raw="A ring is", max_tokens=8, ignores_end=True, **changes)
+    request = replace(PROMPT, ignores_end=True, **changes)
     async with asyncio.timeout(PATIENCE_S):
         *_, last = [event async for event in control.generate(request)]
     assert isinstance(last, Answer)
@@ -99,6 +100,34 @@ async def test_two_models_are_served_by_a_ring_each(mesh: Mesh, random: str) -> 
     await both(nodes, lambda node: list(rings(node)) == [("builtin", 0)])
     await both(nodes, lambda node: serving(node) == {("builtin", 0)})
     assert [await ask(node) for node in nodes] == [first] * 2
+
+
+async def test_two_quantisations_of_a_name_are_served_by_a_ring_each(mesh: Mesh) -> None:
+    a = await mesh.start("a", model="builtin", quant="int4")
+    b = await mesh.start("b", join=await a.create_ticket(), model="builtin")
+    nodes = [a, b]
+    await both(nodes, lambda node: serving(node) == {("builtin", 0)})
+    drawn = Sampling(temperature=2.0, seed=1)  # such a text depends on every weight
+    small = await ask(b, sampling=drawn)
+
+    served = await control_of(a).serve(ModelOptions("builtin", quant="none"))
+
+    precise = served.name
+    assert precise == f"builtin@{served.dtype}"
+    await both(nodes, lambda node: serving(node) == {("builtin", 0), (precise, 0)})
+    names = [(each.name, each.quant) for each in await control_of(b).models()]
+    assert names == [("builtin", "int4"), (precise, "none")]
+    answers = {
+        name: [await ask(node, model=name, sampling=drawn) for node in nodes]
+        for name in ("", precise, "builtin@int4")
+    }
+    assert answers[""] == answers["builtin@int4"] == [small] * 2
+    assert answers[precise][0] == answers[precise][1] != small
+
+    control_of(b).stop(precise)
+
+    await both(nodes, lambda node: serving(node) == {("builtin", 0)})
+    assert [await ask(node, sampling=drawn) for node in nodes] == [small] * 2
 
 
 async def test_a_node_with_a_free_choice_holds_what_another_can_send(

@@ -51,11 +51,13 @@ class Needs:
             raise WrongField("meshllm.min_precision", text, hint="int4, int8, bf16, fp16 or fp32")
         return bits
 
-    def choose(self, model: ModelStatus, asked: Sequence[Asked]) -> ModelStatus:
-        """Return the model as its providers serve it if these answer, in place of its rings.
+    def choose(self, models: Sequence[ModelStatus], asked: Sequence[Asked]) -> ModelStatus:
+        """Return the first of the quantisations of a model that has what the request needs.
 
-        One of them has the sizes that its rings lack, or no ring serves now.
+        It is as its providers serve it if these answer, in place of its rings: one of them has the
+        sizes that its rings lack, or no ring serves now.
         """
+        model = next((each for each in models if self._is_met_by(each)), models[0])
         if self._has(model.weight_precision, model.context):
             able = not model.rings and all(self._may_substitute(model, each) for each in asked)
         else:
@@ -103,6 +105,10 @@ class Needs:
             return False
         able = (not lacking(each.precision, each.context, asked) for each in model.beside)
         return not waits_for_ring(asked) and any(able)
+
+    def _is_met_by(self, model: ModelStatus) -> bool:
+        is_able = self._has(model.weight_precision, model.context)
+        return is_able and (model.is_exact or not self.exact)
 
     def _has(self, precision: str, context: int) -> bool:
         return bits_of(precision) >= self.min_bits and context >= (self.min_context or 0)
@@ -167,8 +173,8 @@ async def model_as_needed(
         Refused: it is not served, yet or to this key.
         WrongField: the precision is unknown.
     """
-    model, needs = await service.model(key, name), needs or Needs()
-    return needs.choose(model, [within_limits(key, needs.of(each)) for each in asked])
+    models, needs = await service.quantisations(key, name), needs or Needs()
+    return needs.choose(models, [within_limits(key, needs.of(each)) for each in asked])
 
 
 def answer_as_needed(

@@ -82,10 +82,19 @@ class Service:
 
     async def model(self, key: ApiKey | None, name: str) -> ModelStatus:
         """Return a model by name; raise `Refused` if it is not served, yet or to this key."""
+        return (await self.quantisations(key, name))[0]
+
+    async def quantisations(self, key: ApiKey | None, name: str) -> Sequence[ModelStatus]:
+        """Return a model by name, and after it those that share this name.
+
+        Raises:
+            Refused: it is not served, yet or to this key.
+        """
         of_all = await self.node.models()
         served = _allowed(key, of_all)
         if found := find_model(served, name):
-            return found
+            sharing = (each for each in served if each.key and each.stored_name == name)
+            return [found, *(each for each in sharing if each.key != found.key)]
         if not of_all:  # such as while a node that has just started loads
             raise Refused("No model is served yet", LATER, hint="see `meshllm ring status`")
         listed = ", ".join(f"`{each.name}`" for each in served) or "nothing to this key"
@@ -286,4 +295,6 @@ def _limited(key: ApiKey | None, asked: Request) -> Request:
 def _allowed(key: ApiKey | None, models: Sequence[ModelStatus]) -> Sequence[ModelStatus]:
     """Return the models that a key may use."""
     allowed = set(key.limits.models) if key else set()
-    return [each for each in models if not allowed or allowed & {each.name, *each.aliases}]
+    if not allowed:
+        return models
+    return [each for each in models if allowed & {each.name, each.precise_name, *each.aliases}]

@@ -65,7 +65,7 @@ def serve(
     The node of this machine must have the model; other nodes hold layers of it if their
     `--model` names it, or, without `--model`, if it is in their Hugging Face cache or another node
     can send it. Nodes that no ring needs form its ring. Options of a model that is served already
-    are changed, without `--quant`.
+    are changed; with another `--quant` it is served in both, this one as `NAME@QUANT`.
 
     `--plan` takes the file of `meshllm ring plan --workload`. It serves each model of the best
     placement with its number of rings, and of machines in a ring; the mesh chooses the machines. It

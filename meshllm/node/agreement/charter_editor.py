@@ -50,11 +50,11 @@ class CharterEditor:
             raise UserError(
                 "A provider loads no models", hint="do this on a node that holds layers"
             )
-        model = self._known().find(asked.model)
-        if model is None or asked.quant not in {None, str(model.quant)}:
-            quant = _quant(asked.quant or str(Quant.NONE))
-            context = asked.context or CONTEXT
-            model = await self._preparation.describe(asked.model, quant, context)
+        quant = None if asked.quant is None else _quant(asked.quant)
+        model = self._known().find(asked.model, quant)
+        if model is None:
+            sizes = quant or Quant.NONE, asked.context or CONTEXT
+            model = await self._preparation.describe(asked.model, *sizes)
         if asked.context is not None and asked.context > model.shape.context:
             longest = await self._preparation.longest(model)
             asked = replace(asked, context=min(asked.context, longest))

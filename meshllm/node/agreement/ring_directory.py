@@ -18,7 +18,7 @@ from meshllm.node.node_names import find_node, name_of, names_of
 from meshllm.protocol.agreement.candidates import decoded, highest_epoch
 from meshllm.protocol.agreement.groups import find_group, groups_in, groups_of, is_exact
 from meshllm.protocol.agreement.load_estimate import retry_s
-from meshllm.protocol.membership.charter import Charter
+from meshllm.protocol.membership.charter import Charter, unique_name
 from meshllm.protocol.membership.mesh import Mesh
 from meshllm.protocol.membership.records import MAX_CONTEXT, Lifecycle, ModelOffer
 from meshllm.protocol.planning.plan import Ends, Plan, PlanStage
@@ -180,7 +180,7 @@ class RingDirectory:
         if self.serving_entries(model):
             return ""
         wanted = self._wanted(model)
-        of_model = f" of `{wanted.shape.name}`" if wanted else ""
+        of_model = f" of `{self._name(wanted)}`" if wanted else ""
         return f"there is no ring{of_model} yet: {self.reason(model)}"
 
     def ring_at(self, entry: RingEntry, model: str = "") -> RingPlan | None:
@@ -233,6 +233,10 @@ class RingDirectory:
         """Return the charter of a model of the mesh, of the first if it is not named."""
         charter = self._machine.charter
         return charter.find(model) if charter else None
+
+    def _name(self, wanted: Charter) -> str:
+        charter = self._machine.charter
+        return unique_name(wanted, charter.served if charter else ())
 
     def _groups(self, model: str) -> list[GroupId]:
         """Return the rings of a model; that of this node if it is unknown."""
@@ -290,7 +294,7 @@ class RingDirectory:
 
     def _absence(self, wanted: Charter, group: GroupId | None) -> str:
         """Return that this node does not serve a model, or not in the ring that is given."""
-        name, groups = f"`{wanted.shape.name}`", self._groups_of(wanted)
+        name, groups = f"`{self._name(wanted)}`", self._groups_of(wanted)
         if group is not None and group not in groups:
             return f"{name} has no ring `{group.hex() or 'first'}` now"
         what = name if group is None else f"replica {groups.index(group) + 1} of {name}"

@@ -25,7 +25,7 @@ believe it of the founder only, as all earlier ones do.
 """
 
 from base64 import b85decode, b85encode
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
@@ -43,6 +43,7 @@ from meshllm.names import (
     ModelKey,
     NodeId,
     Quant,
+    bits_of,
     short,
 )
 from meshllm.protocol.binary import RECORD_VERSION, Reader, open_record, sized, start_record
@@ -146,6 +147,11 @@ class Charter:
         """Return the precision of the weights: the quantisation, or the data type."""
         return self.dtype.name.lower() if self.quant is Quant.NONE else str(self.quant)
 
+    @property
+    def precise_name(self) -> str:
+        """Return the name that tells the model from those of its name with other quantisations."""
+        return f"{self.shape.name}@{self.precision}"
+
     def may_read(self, node: NodeId) -> bool:
         """Return whether a node that provides the model as a whole may read its prompts."""
         return self.ends is not Ends.CLIENT and (not self.entries or node in self.entries)
@@ -161,20 +167,22 @@ class Charter:
         """Return the charter of each model that the mesh serves, the founder's first."""
         return replace(self, models=()) if self.models else self, *self.models
 
-    def find(self, model: str) -> "Charter | None":
+    def find(self, model: str, quant: Quant | None = None) -> "Charter | None":
         """Return the charter of a model by name, alias or a prefix of its key; empty is the first.
 
-        Of several matches, a name precedes an alias, and an alias a prefix.
+        Of several matches, a name precedes an alias, and an alias a prefix. Of the quantisations
+        of a name, only one with ``quant`` counts if it is given, else the first that is `ranked`.
         """
         if not model:
             return self.served[0]
         tests: tuple[Callable[[Charter], bool], ...] = (
             lambda each: each.shape.name == model,
+            lambda each: each.precise_name == model,
             lambda each: model in each.aliases,
             lambda each: len(model) >= MIN_PREFIX and each.key.hex().startswith(model),
         )
-        found = (each for matches in tests for each in self.served if matches(each))
-        return next(found, None)
+        able = [each for each in ranked(self.served) if quant in {None, each.quant}]
+        return next((each for matches in tests for each in able if matches(each)), None)
 
     @property
     def obstacle(self) -> str:
@@ -224,6 +232,17 @@ class Charter:
             quant=_QUANTS.get(quant, Quant.NONE),
             unknown=tuple(f"the mesh uses {what}" for what, is_so in unknown.items() if is_so),
         )
+
+
+def ranked(served: Sequence[Charter]) -> list[Charter]:
+    """Return models in the order in which one name finds them: the first, then by precision."""
+    return [*served[:1], *sorted(served[1:], key=lambda each: -bits_of(each.precision))]
+
+
+def unique_name(model: Charter, served: Sequence[Charter]) -> str:
+    """Return the name of a model, or its precise name if the name finds another one of those."""
+    found = (each for each in ranked(served) if each.shape.name == model.shape.name)
+    return model.shape.name if next(found, model).key == model.key else model.precise_name
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import httpx2
 import pytest
 
 from meshllm.request import Turn
-from meshllm.status import ProviderOffer
+from meshllm.status import ModelStatus, ProviderOffer
 from tests.builders.bodies import BODY, MESSAGES, PATH, PATHS
 from tests.builders.fake_node import FOX, FakeNode
 from tests.builders.waiting import timers_fired
@@ -130,6 +130,33 @@ async def test_an_outline_that_cannot_be_made_is_refused(
 
     assert (said.status_code, said.json()["error"]["param"]) == (400, param)
     assert door.requests == []
+
+
+@pytest.mark.parametrize(
+    ("needs", "answers"),
+    [
+        ({}, "fox"),
+        ({"min_precision": "int8"}, "fox"),
+        ({"min_precision": "bf16"}, "fox@bfloat16"),
+        ({"exact": True}, "fox@bfloat16"),
+        ({"min_precision": "fp32"}, ""),
+    ],
+)
+async def test_the_first_quantisation_that_meets_the_needs_answers(
+    client: httpx2.AsyncClient, door: FakeNode, needs: dict[str, Any], answers: str
+) -> None:
+    small = ModelStatus("fox", 1, 1, "bfloat16", "int8", 2048, key="1" * 16, rings=1)
+    stored = replace(small, name="fox@bfloat16", quant="none", key="2" * 16, is_exact=True)
+    door.provided = (small, stored)
+
+    said = await client.post(PATH, json=BODY | {"model": "fox", "meshllm": needs})
+
+    assert said.status_code == (200 if answers else 400)
+    assert [each.model for each in door.requests] == [answers] * bool(answers)
+    if answers:
+        assert said.json()["model"] == answers
+    asked = {"model": "fox@int8", "meshllm": {"min_precision": "bf16"}}  # no other one is meant
+    assert (await client.post(PATH, json=BODY | asked)).status_code == 400
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ from meshllm.protocol.membership.charter import (
     in_force,
     merge,
     overruled,
+    unique_name,
 )
 from meshllm.protocol.membership.gossip import MAX_ITEM_BYTES
 from meshllm.protocol.membership.records import MAX_BYTES, MAX_LAYERS, MAX_MEMBERS
@@ -313,6 +314,26 @@ def test_a_model_is_found_by_name_alias_and_prefix_in_this_order() -> None:
     assert charter.find(second.key.hex()[:6]) == second
     assert charter.find(second.key.hex()[:5]) is None
     assert charter.find("m3") is None
+
+
+def test_a_name_finds_the_quantisation_of_the_first_model_then_the_most_precise() -> None:
+    first = replace(CHARTER, quant=Quant.INT4)
+    stored, small = (replace(model(1), quant=each) for each in (Quant.NONE, Quant.INT8))
+    own = replace(first, quant=Quant.INT8, models=())
+    charter = serving(small, stored, own, base=first)
+
+    for name, found in {
+        "toy": first, "toy@int4": first, "toy@int8": own, "toy@bfloat16": None,
+        "m1": stored, "m1@bfloat16": stored, "m1@int8": small,
+    }.items():  # fmt: skip
+        known = charter.find(name)
+        assert (known and known.key) == (found and found.key)
+    assert charter.find("m1", Quant.INT8) == small
+    assert charter.find("m1", Quant.INT4) is None
+    assert [unique_name(each, charter.served) for each in (first, own, stored, small)] == [
+        "toy", "toy@int8", "m1", "m1@int8",
+    ]  # fmt: skip
+    assert unique_name(small, serving(small).served) == unique_name(small, ()) == "m1"
 
 
 def test_a_stop_is_forgotten_when_nobody_else_serves_the_model() -> None:
