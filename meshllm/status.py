@@ -96,6 +96,8 @@ class ModelStatus:
     beside: tuple[ProviderOffer, ...] = ()
     """Of a model of rings: those of providers of its name, which answer what needs more than the
     rings have, and new requests while no ring serves; empty if there are too many to list."""
+    stored: str = ""
+    """The name that it shares with other quantisations, if `name` tells it from them."""
 
     @property
     def is_uniform(self) -> bool:
@@ -112,7 +114,7 @@ class ModelStatus:
     @property
     def stored_name(self) -> str:
         """The name that it shares with its other quantisations."""
-        return self.name.removesuffix(f"@{self.weight_precision}")
+        return self.stored or self.name
 
     @property
     def precise_name(self) -> str:
@@ -313,10 +315,13 @@ class CostTable:
     """Measured times of a node for one model."""
 
     model: str
+    """Its name, without the precision."""
     layer_ms: tuple[tuple[int, float], ...]
     """Numbers of rows, and milliseconds of one mean layer for them."""
     head_ms: float
     """Of the final norm and head for one row."""
+    quant: str = ""
+    """Quantisation of its weights; empty if an earlier version reports."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -342,6 +342,10 @@ class MeshClient:
         _ = model
         return ""
 
+    def pinned(self, model: str) -> str:
+        """Return the name; the ingress knows what it means."""
+        return model
+
     def of_rings(self, model: str) -> ModelOffer | None:
         """Return None: the ingress knows what its rings have."""
         _ = model

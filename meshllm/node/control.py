@@ -65,7 +65,7 @@ class NodeControl:
     measure: Callable[[], Awaitable[MemoryStatus]]
     """Measures the memory of the process."""
     add_model: Callable[[ModelOptions], Awaitable[Charter]]
-    stop_model: Callable[[str], None]
+    stop_model: Callable[[str], str]
     _trial: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def status(self) -> MeshStatus:
@@ -100,8 +100,7 @@ class NodeControl:
 
     def stop(self, model: str) -> Stopped:
         """Let the mesh no longer serve a model."""
-        self.stop_model(model)
-        return Stopped(model)
+        return Stopped(self.stop_model(model))
 
     async def invite(
         self, role: str, expires_s: int, uses: int, limits: ClientLimits = NO_LIMITS

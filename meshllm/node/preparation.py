@@ -45,7 +45,7 @@ class Preparation:
     worker: Worker
     cache: Path
     """Folder of cached digests and measurements."""
-    described: list[str] = field(default_factory=list)
+    described: list[tuple[str, Quant]] = field(default_factory=list)
     """Models that the owner of this node let the mesh serve, which it can hold too."""
 
     async def check_layers(self) -> None:
@@ -135,8 +135,8 @@ class Preparation:
         shape = (await self._open(source, inference)).shape
         asked = replace(self.options, context=context, inference=inference)
         charter = create_charter(asked, shape, await self._digest(source))
-        if name not in self.described:
-            self.described.append(name)
+        if (name, quant) not in self.described:
+            self.described.append((name, quant))
         return charter
 
     async def longest(self, charter: Charter) -> int:
@@ -205,13 +205,14 @@ class Preparation:
             OutOfMemory: there is no memory to read one that may have it.
         """
         options, error = self.options, None
+        quant = options.inference.quant
         own = (options.model, *options.more_models) if options.model else ()
-        for name in (*own, *self.described, *(() if own else (charter.shape.name,))):
+        named = [*((each, quant) for each in own), *self.described]
+        others = () if own else ((charter.shape.name, quant),)
+        for name, its_quant in (*named, *others):
             try:
-                source = await self._resolve(name, is_own=name in {*own, *self.described})
-                digest = await self._digest(source)
-                quant = None if name in self.described else options.inference.quant
-                refuse_other(charter, source.name, digest, quant)
+                source = await self._resolve(name, is_own=(name, its_quant) in named)
+                refuse_other(charter, source.name, await self._digest(source), its_quant)
             except OutOfMemory:
                 raise
             except ModelError as found:

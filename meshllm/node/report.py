@@ -256,9 +256,10 @@ def model_status(view: NodeView, charter: Charter) -> ModelStatus:
     """Return the status of a model that rings serve."""
     shape = charter.shape
     dtype, quant = charter.dtype.name.lower(), str(charter.quant)
-    plans = _plans_of(view, charter)
+    plans, name = _plans_of(view, charter), _model_name(view, charter)
+    stored = "" if name == shape.name else shape.name
     return ModelStatus(
-        _model_name(view, charter),
+        name,
         shape.layers,
         shape.hidden_size,
         dtype,
@@ -271,7 +272,8 @@ def model_status(view: NodeView, charter: Charter) -> ModelStatus:
         epoch=plans[0].epoch if plans else 0,
         is_exact=any(is_exact(charter, each, view.profiles) for each in plans),
         rings=sum(each.is_served and each.group.charter.key == charter.key for each in view.rings),
-        beside=tuple(_offers(view, charter).get(shape.name, ())),
+        beside=() if stored else tuple(_offers(view, charter).get(shape.name, ())),
+        stored=stored,
     )
 
 
@@ -349,13 +351,16 @@ def _node(view: NodeView, node: NodeId) -> NodeStatus:
         version=profile.version,
         link=_link(link) if link else None,
         execution=view.execution if is_self else "",
-        costs=_costs(profile) if profile.layer_s else None,
+        costs=_costs(view, node, profile) if profile.layer_s else None,
     )
 
 
-def _costs(profile: Profile) -> CostTable:
+def _costs(view: NodeView, node: NodeId, profile: Profile) -> CostTable:
+    """Return what a node measured, with the model of its first ring."""
     layer_ms = tuple((rows, seconds * 1e3) for rows, seconds in profile.layer_s)
-    return CostTable(profile.model, layer_ms, profile.head_s * 1e3)
+    first = _groups_of(view, node)[:1]
+    quants = (str(it.group.charter.quant) for it in view.rings if it.group.id in first)
+    return CostTable(profile.model, layer_ms, profile.head_s * 1e3, next(quants, ""))
 
 
 def _state(view: NodeView, node: NodeId) -> tuple[NodeState, str]:

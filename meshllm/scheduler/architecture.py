@@ -60,6 +60,11 @@ class Architecture:
     """Width of the expert that computes all rows besides."""
     quant: Quant = Quant.NONE
 
+    @property
+    def precise_name(self) -> str:
+        """The name that a mesh gives it beside other quantisations of the same model."""
+        return f"{self.name}@{'bfloat16' if self.quant is Quant.NONE else self.quant}"
+
     @classmethod
     def from_config(cls, name: str, config: Mapping[str, Any], quant: Quant = Quant.NONE) -> Self:
         """Read the dimensions from a `config.json`.

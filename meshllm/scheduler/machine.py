@@ -87,7 +87,7 @@ class MachineKind:
 
     def may_hold(self, model: Architecture) -> bool:
         """Return whether it may hold layers of a model, if these fit."""
-        return self.models is None or model.name in self.models
+        return self.models is None or not self.models.isdisjoint({model.name, model.precise_name})
 
     def offer(self, node: NodeId, model: Architecture) -> Offer:
         """Return what it measured for a model, or predict it by the roofline of each operator."""

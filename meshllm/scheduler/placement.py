@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from meshllm.errors import UserError
-from meshllm.names import NODE_ID_BYTES, NodeId, Quant, Span
+from meshllm.names import NODE_ID_BYTES, NodeId, Span
 from meshllm.protocol.kv_cache.admission import MAX_SESSIONS
 from meshllm.protocol.planning.chunking import ring_times
 from meshllm.protocol.planning.plan import (
@@ -73,8 +73,10 @@ class Workload:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The name of each model, as a mesh tells quantisations of one model apart."""
-        return unique_names([(it.architecture.name, it.architecture.quant) for it in self.models])
+        """The name of each model, with the precision where several have that name."""
+        models = [each.architecture for each in self.models]
+        counts = Counter(each.name for each in models)
+        return tuple(it.name if counts[it.name] == 1 else it.precise_name for it in models)
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -89,15 +91,6 @@ class Workload:
         """Return the link between machines of two kinds."""
         pair = self.kinds[here].name, self.kinds[there].name
         return self.wires.get(pair) or self.wires.get(pair[::-1]) or self.default_wire
-
-
-def unique_names(models: Sequence[tuple[str, Quant]]) -> tuple[str, ...]:
-    """Return names of models, with the quantisation behind those that several have."""
-    counts = Counter(name for name, _ in models)
-    return tuple(
-        name if counts[name] == 1 or quant is Quant.NONE else f"{name}@{quant}"
-        for name, quant in models
-    )
 
 
 @dataclass(frozen=True, slots=True)

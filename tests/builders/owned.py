@@ -29,7 +29,7 @@ class Owned:
         self.revoked: tuple[bytes, ...] = ()
         self.control = NodeControl(
             lambda: self.view, KEYS[0], self.invite, self.expel, self.revoke, self.changes,
-            self.answer, self.measure, self.add_model, self.stopped.append,
+            self.answer, self.measure, self.add_model, self.stop_model,
         )  # fmt: skip
 
     async def invite(
@@ -42,6 +42,10 @@ class Owned:
     async def add_model(self, asked: ModelOptions) -> Charter:
         self.asked.append(asked)
         return charter()
+
+    def stop_model(self, model: str) -> str:
+        self.stopped.append(model)
+        return f"{model}@int8"
 
     async def expel(self, removal: Removal) -> None:
         self.expelled.append(removal)

@@ -75,6 +75,8 @@ class FakeRing:
     """Of the ring of each entry."""
     sizes: dict[str, ModelOffer] = field(default_factory=dict)
     """What the rings of each model have, where that is known."""
+    pins: dict[str, str] = field(default_factory=dict)
+    """What each name means now."""
     used: list[str] = field(default_factory=list)
     """The models that count as used while providers are asked."""
     exact: frozenset[NodeId] = frozenset()
@@ -112,6 +114,9 @@ class FakeRing:
 
     def awaited(self, model: str) -> str:
         return "" if self.at else "they sleep"
+
+    def pinned(self, model: str) -> str:
+        return self.pins.get(model, model)
 
     def of_rings(self, model: str) -> ModelOffer | None:
         return self.sizes.get(model)

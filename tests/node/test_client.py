@@ -105,6 +105,9 @@ class Inn(House):
     def awaited(self, model: str) -> str:
         return self.loads
 
+    def pinned(self, model: str) -> str:
+        return model
+
     def of_rings(self, model: str) -> ModelOffer | None:
         return None
 

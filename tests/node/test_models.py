@@ -104,7 +104,7 @@ async def test_two_models_are_served_by_a_ring_each(mesh: Mesh, random: str) -> 
 
 async def test_two_quantisations_of_a_name_are_served_by_a_ring_each(mesh: Mesh) -> None:
     a = await mesh.start("a", model="builtin", quant="int4")
-    b = await mesh.start("b", join=await a.create_ticket(), model="builtin")
+    b = await mesh.start("b", join=await a.create_ticket(), model="builtin", quant="int4")
     nodes = [a, b]
     await both(nodes, lambda node: serving(node) == {("builtin", 0)})
     drawn = Sampling(temperature=2.0, seed=1)  # such a text depends on every weight
@@ -115,6 +115,7 @@ async def test_two_quantisations_of_a_name_are_served_by_a_ring_each(mesh: Mesh)
     precise = served.name
     assert precise == f"builtin@{served.dtype}"
     await both(nodes, lambda node: serving(node) == {("builtin", 0), (precise, 0)})
+    assert rings(a)[precise, 0].is_own  # `b` holds no other quantisation than its own
     names = [(each.name, each.quant) for each in await control_of(b).models()]
     assert names == [("builtin", "int4"), (precise, "none")]
     answers = {

@@ -162,7 +162,7 @@ def test_the_measured_times_of_each_node_are_reported(node: Owned) -> None:
     bare = replace(node.view.profiles[C], layer_s=())
     node.see(profiles={**node.view.profiles, B: timed, C: bare})
 
-    assert node.of(B).costs == CostTable("m", ((1, 2.0), (8, 2.5)), 1.0)
+    assert node.of(B).costs == CostTable("m", ((1, 2.0), (8, 2.5)), 1.0, quant="none")
     assert node.of(C).costs is None
 
 

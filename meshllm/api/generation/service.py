@@ -17,6 +17,7 @@ from meshllm.api.port import ModelPort
 from meshllm.api.respond import LongReader
 from meshllm.errors import ContextTooLong, MeshError
 from meshllm.merge import merge
+from meshllm.names import bits_of
 from meshllm.node.requests.held_bytes import HeldBytes, size_of
 from meshllm.outline.backend import OutlineBackend
 from meshllm.outline.eligibility import OutlineMode, most_reads
@@ -85,7 +86,9 @@ class Service:
         return (await self.quantisations(key, name))[0]
 
     async def quantisations(self, key: ApiKey | None, name: str) -> Sequence[ModelStatus]:
-        """Return a model by name, and after it those that share this name.
+        """Return a model by name, and after it those that share this name, the most precise first.
+
+        A name with a precision means rings only.
 
         Raises:
             Refused: it is not served, yet or to this key.
@@ -93,8 +96,11 @@ class Service:
         of_all = await self.node.models()
         served = _allowed(key, of_all)
         if found := find_model(served, name):
+            if found.key and name == found.precise_name:
+                return [replace(found, name=name, stored=found.stored_name, beside=())]
             sharing = (each for each in served if each.key and each.stored_name == name)
-            return [found, *(each for each in sharing if each.key != found.key)]
+            others = [each for each in sharing if each.key != found.key]
+            return [found, *sorted(others, key=lambda it: -bits_of(it.weight_precision))]
         if not of_all:  # such as while a node that has just started loads
             raise Refused("No model is served yet", LATER, hint="see `meshllm ring status`")
         listed = ", ".join(f"`{each.name}`" for each in served) or "nothing to this key"
@@ -297,4 +303,8 @@ def _allowed(key: ApiKey | None, models: Sequence[ModelStatus]) -> Sequence[Mode
     allowed = set(key.limits.models) if key else set()
     if not allowed:
         return models
-    return [each for each in models if allowed & {each.name, each.precise_name, *each.aliases}]
+    return [
+        each
+        for each in models
+        if allowed & {each.name, each.stored_name, each.precise_name, *each.aliases}
+    ]

@@ -65,7 +65,7 @@ def serve(
     The node of this machine must have the model; other nodes hold layers of it if their
     `--model` names it, or, without `--model`, if it is in their Hugging Face cache or another node
     can send it. Nodes that no ring needs form its ring. Options of a model that is served already
-    are changed; with another `--quant` it is served in both, this one as `NAME@QUANT`.
+    are changed; with another `--quant` it is served in both, see `meshllm help concepts`.
 
     `--plan` takes the file of `meshllm ring plan --workload`. It serves each model of the best
     placement with its number of rings, and of machines in a ring; the mesh chooses the machines. It
@@ -136,11 +136,11 @@ def stop(model: Model, as_json: Json = False, **flags: Scalar) -> None:
 
     from meshllm.cli.shared.client import NodeClient, socket_path
 
-    asyncio.run(NodeClient(socket_path(settings(flags))).stop(_absolute(model)))
+    stopped = asyncio.run(NodeClient(socket_path(settings(flags))).stop(_absolute(model)))
     if as_json:
-        render.dump({"model": model})
+        render.dump({"model": stopped})
         return
-    render.talk(f"{model} is no longer served")
+    render.talk(f"{stopped} is no longer served")
 
 
 def _planned(path: Path, chosen: Settings) -> "list[ModelOptions]":
@@ -165,4 +165,7 @@ def _absolute(model: str) -> str:
     """Return the name of a model for a node, which runs in another folder."""
     from meshllm.model.locate import is_folder
 
+    name, at, precision = model.rpartition("@")
+    if not is_folder(model) and at and is_folder(name):  # one of its quantisations
+        return f"{expanded(name).absolute()}@{precision}"
     return str(expanded(model).absolute()) if is_folder(model) else model

@@ -1,9 +1,10 @@
 """The load of a recorded trace: its requests as arrivals, and rate and lengths for each model."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from meshllm.errors import UserError
+from meshllm.scheduler.architecture import Architecture
 from meshllm.scheduler.load import MAX_TOKENS, Lengths, ModelLoad
 from meshllm.scheduler.simulator import Arrival
 from meshllm.traces.trace import TraceLine, read_trace
@@ -24,9 +25,21 @@ def read_load(path: Path) -> list[TraceLine]:
     return lines
 
 
-def load_of(lines: Sequence[TraceLine], model: str) -> ModelLoad | None:
-    """Return rate and lengths of the requests for a model; None without any."""
-    chosen = [line for line in lines if line.model == model]
+def numbers_of(models: Sequence[Architecture]) -> dict[str, int]:
+    """Number models by the names that a trace may give them.
+
+    Of the quantisations of a model, the first has its name, and each the one with its precision.
+    """
+    numbers: dict[str, int] = {}
+    for number, each in enumerate(models):
+        numbers.setdefault(each.name, number)
+        numbers.setdefault(each.precise_name, number)
+    return numbers
+
+
+def load_of(lines: Sequence[TraceLine], names: Collection[str]) -> ModelLoad | None:
+    """Return rate and lengths of the requests for a model of these names; None without any."""
+    chosen = [line for line in lines if line.model in names]
     if not chosen:
         return None
     seconds = lines[-1].at - lines[0].at
@@ -39,9 +52,8 @@ def load_of(lines: Sequence[TraceLine], model: str) -> ModelLoad | None:
     )
 
 
-def arrivals(lines: Sequence[TraceLine], models: Sequence[str]) -> list[Arrival]:
+def arrivals(lines: Sequence[TraceLine], numbers: Mapping[str, int]) -> list[Arrival]:
     """Return the requests for models, in order of time; the others are left out."""
-    numbers = {name: number for number, name in enumerate(models)}
     return [
         Arrival(
             line.at - lines[0].at,

@@ -52,7 +52,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from meshllm.cli.ring.recorded_load import arrivals, load_of, read_load
+from meshllm.cli.ring.recorded_load import arrivals, load_of, numbers_of, read_load
 from meshllm.cli.ring.spec import LAN_S, read_link
 from meshllm.cli.ring.toml_fields import (
     MAX_NAME,
@@ -72,7 +72,7 @@ from meshllm.protocol.planning.plan import LinkSpeed
 from meshllm.scheduler.architecture import Architecture
 from meshllm.scheduler.load import MAX_TOKENS, Lengths, ModelLoad
 from meshllm.scheduler.machine import MEASURED_ROWS, MEASURED_TIMES, Costs, MachineKind
-from meshllm.scheduler.placement import ServedModel, Workload, unique_names
+from meshllm.scheduler.placement import ServedModel, Workload
 from meshllm.scheduler.simulator import Arrival
 from meshllm.status import CostTable, MeshStatus, NodeStatus, from_json
 from meshllm.traces.trace import TraceLine
@@ -139,7 +139,7 @@ def read_workload(
     workload = Workload(models, kinds, wires, LinkSpeed(LAN_S))
     if trace is None:
         return WorkloadSpec(workload, tuple(assumed))
-    requests = arrivals(recorded, workload.names)
+    requests = arrivals(recorded, numbers_of([served.architecture for served in models]))
     if left := len(recorded) - len(requests):
         assumed.append(f"{left} requests of the trace for other models are left out")
     return WorkloadSpec(workload, tuple(assumed), tuple(requests))
@@ -163,7 +163,8 @@ def running_nodes(
     kinds, wires = [], {}
     for at, (stage, hop) in enumerate(zip(ring.stages, ring.predicted.hops, strict=True)):
         if stage.layers and (node := by_id.get(stage.node)):
-            if node.costs and node.costs.model == model.stored_name:
+            measured = node.costs and (node.costs.model, node.costs.quant or model.quant)
+            if node.costs and measured == (model.stored_name, model.quant):
                 costs = costs_of(node.costs, architecture)
                 kinds.append(MachineKind.with_costs(names[at], node.memory_bytes, costs))
             else:
@@ -203,10 +204,10 @@ def _models(
     given: Sequence[Mapping[str, Any]], folder: Path, recorded: Sequence[TraceLine]
 ) -> tuple[ServedModel, ...]:
     made = [_architecture(table, folder) for table in given]
-    names = unique_names([(each.name, each.quant) for each in made])
+    numbers = numbers_of(made)
     return tuple(
-        ServedModel(each, _load(table, name, recorded))
-        for each, table, name in zip(made, given, names, strict=True)
+        ServedModel(each, _load(table, [it for it in numbers if numbers[it] == at], recorded))
+        for at, (each, table) in enumerate(zip(made, given, strict=True))
     )
 
 
@@ -221,18 +222,22 @@ def _architecture(table: Mapping[str, Any], folder: Path) -> Architecture:
     return Architecture.from_config(name, _config(config), _quant(table))
 
 
-def _load(table: Mapping[str, Any], name: str, recorded: Sequence[TraceLine]) -> ModelLoad:
+def _load(
+    table: Mapping[str, Any], names: Sequence[str], recorded: Sequence[TraceLine]
+) -> ModelLoad:
+    """Return the load of a model, by its table or as recorded for these names of it."""
     if not recorded:
         rate = needed(table, "rate", MAX_RATE, "model")
         cached = number(table, "cached", MAX_CACHED, zero=True) or 0.0
         return ModelLoad(rate, _lengths(table, "prompt"), _lengths(table, "answer"), cached)
     if given := [f"`{key}`" for key in _LOAD if key in table]:
         raise UserError(
-            f"`{name}` has {' and '.join(given)}, and a trace",
+            f"`{table['name']}` has {' and '.join(given)}, and a trace",
             hint="leave out either: the load of a trace is that of its requests",
         )
-    if (load := load_of(recorded, name)) is None:
-        raise UserError(f"The trace has no request for `{name}`", hint="leave this model out")
+    if (load := load_of(recorded, names)) is None:
+        named = " or ".join(f"`{each}`" for each in names)
+        raise UserError(f"The trace has no request for {named}", hint="leave this model out")
     return load
 
 
@@ -288,12 +293,9 @@ def _machine(table: Mapping[str, Any], models: Sequence[ServedModel], folder: Pa
 
 def _allowed(table: Mapping[str, Any], models: Sequence[ServedModel]) -> frozenset[str]:
     """Return the names of the models that a machine may hold."""
-    known, given = {served.architecture.name for served in models}, table["models"]
-    if (
-        not isinstance(given, list)
-        or not given
-        or not all(isinstance(each, str) and each in known for each in given)
-    ):
+    known, given = numbers_of([served.architecture for served in models]), table["models"]
+    is_listed = isinstance(given, list) and given and all(isinstance(it, str) for it in given)
+    if not is_listed or not known.keys() >= set(given):
         named = ", ".join(f"`{each}`" for each in sorted(known))
         raise UserError("`models` of a machine must list models of the file", hint=f"of {named}")
     return frozenset(given)
@@ -350,7 +352,9 @@ def _with_costs(table: Mapping[str, Any], models: Sequence[ServedModel], path: P
     (node,) = timed
     assert node.costs
     model = _timed(table if "of" in table else {"of": node.costs.model}, models)
-    if status.model and status.model.stored_name == node.costs.model:
+    if node.costs.quant:
+        model = replace(model, quant=_quant({"quant": node.costs.quant}))
+    elif status.model and status.model.name == node.costs.model:  # an earlier version wrote it
         model = replace(model, quant=_quant({"quant": status.model.quant}))
     memory = parse_memory(text(table, "memory")) if "memory" in table else node.memory_bytes
     costs = costs_of(node.costs, model)
@@ -365,7 +369,7 @@ def _timed(table: Mapping[str, Any], models: Sequence[ServedModel]) -> Architect
     """Return the model of whose layer the time was measured."""
     known = [served.architecture for served in models]
     name = text(table, "of", MAX_PATH) if "of" in table else None
-    named = [each for each in known if name in {None, each.name}]
+    named = [each for each in known if name in {None, each.name, each.precise_name}]
     if not named:
         raise UserError(f"`of` names no model of the file: `{name}`")
     return named[0]

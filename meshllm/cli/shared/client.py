@@ -125,9 +125,13 @@ class NodeClient:
         reply = await self._fetch("POST", "/mesh/models", body.encode(), timeout_s=DESCRIBE_S)
         return from_json(ModelStatus, _object(reply))
 
-    async def stop(self, model: str) -> None:
-        """Let the mesh no longer serve a model."""
-        await self._fetch("DELETE", "/mesh/models", json.dumps({"model": model}).encode())
+    async def stop(self, model: str) -> str:
+        """Let the mesh no longer serve a model; return the name that no other one had."""
+        from meshllm.status import Stopped, from_json
+
+        body = json.dumps({"model": model}).encode()
+        reply = await self._fetch("DELETE", "/mesh/models", body)
+        return from_json(Stopped, _object(reply)).model
 
     async def revoke(self, tags: Sequence[bytes]) -> None:
         """Let the node tell its mesh which API keys its owner revoked, the newest last."""

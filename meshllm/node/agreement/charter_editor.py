@@ -51,10 +51,13 @@ class CharterEditor:
                 "A provider loads no models", hint="do this on a node that holds layers"
             )
         quant = None if asked.quant is None else _quant(asked.quant)
-        model = self._known().find(asked.model, quant)
+        model = self._known().find(asked.model)
+        name = model.shape.name if model else asked.model
+        if model is not None and quant not in {None, model.quant}:
+            model = self._known().find(name, quant)
         if model is None:
             sizes = quant or Quant.NONE, asked.context or CONTEXT
-            model = await self._preparation.describe(asked.model, *sizes)
+            model = await self._preparation.describe(name, *sizes)
         if asked.context is not None and asked.context > model.shape.context:
             longest = await self._preparation.longest(model)
             asked = replace(asked, context=min(asked.context, longest))
@@ -63,9 +66,17 @@ class CharterEditor:
         self._change(serve(whole, model, asked), f"model.{key.hex()}")
         return next(each for each in self._known().served if each.key == key)
 
-    def stop_model(self, name: str) -> None:
-        """Let the mesh no longer serve a model; raise `MeshError` if it does not, or cannot."""
-        self._change(stop(self._known(), name), "models")
+    def stop_model(self, name: str) -> str:
+        """Let the mesh no longer serve a model; return its name, which others may have from now on.
+
+        Raises:
+            MeshError: the mesh does not serve it, or cannot stop it.
+        """
+        known = self._known()
+        self._change(stop(known, name), "models")
+        stopped = known.find(name)
+        is_shared = stopped and self._known().find(stopped.shape.name)
+        return stopped.precise_name if stopped and is_shared else name
 
     def publish(self, charter: Charter) -> None:
         """Publish a charter; warn of what the mesh does not take, once while that lasts."""

@@ -6,7 +6,7 @@ This node is in some of the rings; of the others it knows what their nodes publi
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AbstractContextManager, aclosing, asynccontextmanager
 
-from meshllm.errors import LinkLost
+from meshllm.errors import LinkLost, ModelMissing
 from meshllm.names import GroupId, LossCause, ModelKey, NodeId, RingEntry, short, show
 from meshllm.node.agreement.explanation import explain_loss
 from meshllm.node.agreement.load_times import LoadTimes
@@ -49,7 +49,15 @@ class RingDirectory:
         """Return what the rings of a model have, by its name; None if there are to be none."""
         if (wanted := self._wanted(model)) is None:
             return None
-        return ModelOffer(wanted.shape.name, wanted.precision, wanted.shape.context)
+        name = model if model == wanted.precise_name else wanted.shape.name
+        return ModelOffer(name, wanted.precision, wanted.shape.context)
+
+    def pinned(self, model: str) -> str:
+        """Return a name of a model of rings that never means another quantisation."""
+        charter, wanted = self._machine.charter, self._wanted(model)
+        if charter is None or wanted is None or wanted.key == charter.key:
+            return model
+        return wanted.key.hex()
 
     def using(self, model: str) -> AbstractContextManager[None]:
         """Count a model as used inside the context, so that its rings are loaded."""
@@ -58,9 +66,12 @@ class RingDirectory:
     def offers(self, model: str) -> dict[NodeId, ModelOffer]:
         """Return the nodes that provide a model now, and what they say of it.
 
-        For a model of rings, these are those that may read its prompts.
+        For a model of rings, these are those that may read its prompts; none if the name is that of
+        one quantisation of it.
         """
         machine, wanted = self._machine, self._wanted(model)
+        if wanted is not None and model == wanted.precise_name:
+            return {}
         name = wanted.shape.name if wanted else model
         return {
             node: offer
@@ -92,11 +103,17 @@ class RingDirectory:
     async def entries(
         self, model: str = "", trusted: Sequence[str] | None = None
     ) -> Sequence[RingEntry]:
-        """Wait until a ring serves a model; return the entries of all rings that do."""
+        """Wait until a ring serves a model; return the entries of all rings that do.
+
+        Raises:
+            ModelMissing: the mesh does not serve it any more.
+        """
         _ = trusted  # the router knows all nodes of a ring
         with self._own.use.using(model):
             while True:
                 news = self._own.news
+                if self.is_provided(model) and self._machine.charter is not None:
+                    raise ModelMissing("The mesh no longer serves the model of this request")
                 if entries := self.serving_entries(model):
                     return entries
                 if wanted := self._wanted(model):

@@ -15,6 +15,9 @@ An ingress has at most `MAX_FORWARDED` requests at an entry. Further ones wait h
 owner first, the others in turns, as at the entry. When `MAX_WAITING` of the owner wait, the next is
 refused. So is one whose asker has too many `HeldBytes`, wherever its requests wait or run.
 
+A request for a name goes to the quantisation that the name means when it comes, also if the name
+means another one after a loss. `NAME@PRECISION` means rings of that precision, and no provider.
+
 Between the rings that serve the model of a request, which are replicas, `ReplicaChoice` chooses;
 rings with a node that the request does not trust, or that are not exact where the request needs
 that, are left out, and refused if there are no others. An entry that has moved to another model
@@ -161,6 +164,13 @@ class Ring(Protocol):
 
     def is_provided(self, model: str) -> bool:
         """Return whether a request for a model is one for a provider, not for the ring."""
+        ...
+
+    def pinned(self, model: str) -> str:
+        """Return a name of a model of rings that never means another quantisation.
+
+        A client leaves that to its ingress.
+        """
         ...
 
     def of_rings(self, model: str) -> ModelOffer | None:
@@ -366,6 +376,7 @@ class RequestRouter:
 
     def _awaiting_ring(self, request: Request, asker: NodeId | None) -> AsyncGenerator[Event, None]:
         """Return the events of an answer of rings, and before them what the request waits for."""
+        request = replace(request, model=self._ring.pinned(request.model))
         awaited = partial(self._ring.awaited, request.model)
         return telling_waits(self._failing_over(request, asker), awaited)
 

@@ -136,8 +136,8 @@ async def test_an_outline_that_cannot_be_made_is_refused(
     ("needs", "answers"),
     [
         ({}, "fox"),
-        ({"min_precision": "int8"}, "fox"),
-        ({"min_precision": "bf16"}, "fox@bfloat16"),
+        ({"min_precision": "int4"}, "fox"),
+        ({"min_precision": "int8"}, "fox@bfloat16"),  # the most precise of the others
         ({"exact": True}, "fox@bfloat16"),
         ({"min_precision": "fp32"}, ""),
     ],
@@ -145,9 +145,10 @@ async def test_an_outline_that_cannot_be_made_is_refused(
 async def test_the_first_quantisation_that_meets_the_needs_answers(
     client: httpx2.AsyncClient, door: FakeNode, needs: dict[str, Any], answers: str
 ) -> None:
-    small = ModelStatus("fox", 1, 1, "bfloat16", "int8", 2048, key="1" * 16, rings=1)
+    own = ModelStatus("fox", 1, 1, "bfloat16", "int4", 2048, key="0" * 16, rings=1)
+    small = replace(own, name="fox@int8", quant="int8", key="1" * 16, stored="fox")
     stored = replace(small, name="fox@bfloat16", quant="none", key="2" * 16, is_exact=True)
-    door.provided = (small, stored)
+    door.provided = (own, small, stored)
 
     said = await client.post(PATH, json=BODY | {"model": "fox", "meshllm": needs})
 
@@ -155,8 +156,29 @@ async def test_the_first_quantisation_that_meets_the_needs_answers(
     assert [each.model for each in door.requests] == [answers] * bool(answers)
     if answers:
         assert said.json()["model"] == answers
-    asked = {"model": "fox@int8", "meshllm": {"min_precision": "bf16"}}  # no other one is meant
-    assert (await client.post(PATH, json=BODY | asked)).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("name", "needs", "answers"),
+    [
+        ("fox@int8", {"min_precision": "bf16"}, ""),
+        ("fox@int4", {"min_precision": "bf16"}, ""),
+        ("fox@int4", {}, "fox@int4"),
+        ("fox", {"min_precision": "fp32"}, "fox"),  # by the provider
+    ],
+)
+async def test_a_name_with_a_precision_means_one_quantisation(
+    client: httpx2.AsyncClient, door: FakeNode, name: str, needs: dict[str, Any], answers: str
+) -> None:
+    offers = (ProviderOffer("gpu", "fp32", 2048),)
+    own = ModelStatus("fox", 1, 1, "bfloat16", "int4", 2048, key="0" * 16, beside=offers)
+    small = replace(own, name="fox@int8", quant="int8", key="1" * 16, stored="fox", beside=())
+    door.provided = (own, small)
+
+    said = await client.post(PATH, json=BODY | {"model": name, "meshllm": needs})
+
+    assert said.status_code == (200 if answers else 400)
+    assert [each.model for each in door.requests] == [answers] * bool(answers)
 
 
 @pytest.mark.parametrize(

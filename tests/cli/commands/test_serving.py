@@ -25,8 +25,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         found.append(asked)
         return replace(SERVED, name=asked.model, replicas=asked.replicas or 1)
 
-    async def stop(_: NodeClient, model: str) -> None:
+    async def stop(_: NodeClient, model: str) -> str:
         found.append(model)
+        return model
 
     monkeypatch.setattr(NodeClient, "serve", serve)
     monkeypatch.setattr(NodeClient, "stop", stop)
@@ -57,7 +58,11 @@ def test_a_folder_is_named_for_a_process_in_another_one(
     meshllm("model", "serve", "qwen")
     meshllm("model", "stop", "qwen")
 
-    assert calls == [ModelOptions(str(tmp_path / "qwen")), str(tmp_path / "qwen")]
+    meshllm("model", "stop", "qwen@int8")
+    meshllm("model", "stop", "owl@int8")
+
+    folder = str(tmp_path / "qwen")
+    assert calls == [ModelOptions(folder), folder, f"{folder}@int8", "owl@int8"]
 
 
 def test_json(meshllm: Invoke, calls: list[object]) -> None:

@@ -55,12 +55,12 @@ def test_many_lengths_are_kept_as_quantiles() -> None:
 def test_requests_keep_their_times_and_need_prefill_for_their_last_token() -> None:
     lines = [line(7.5, cached_tokens=100), line(8.0, "other"), line(9.5, new_tokens=0)]
 
-    assert arrivals(lines, ["other", "builtin"]) == [
+    assert arrivals(lines, {"other": 0, "builtin": 1}) == [
         Arrival(0.0, 1, 100, 20, cached=99),
         Arrival(0.5, 0, 100, 20),
         Arrival(2.0, 1, 100, 1),
     ]
-    assert len(arrivals(lines, ["other"])) == 1
+    assert len(arrivals(lines, {"other": 0})) == 1
 
 
 def test_failed_requests_and_those_beyond_the_limit_are_left_out(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from meshllm.cli.ring.workload_spec import read_workload
 from meshllm.scheduler.search import search_locally
 from tests.builders.fake_client import FakeClient
 from tests.builders.status import status_of, with_ring
@@ -81,9 +82,22 @@ def test_quantisations_of_a_model_are_told_apart(meshllm: Invoke, pair: Path) ->
 
     report = json.loads(meshllm("ring", "plan", "--workload", str(pair), "--json").stdout)
 
-    names = {"builtin", "builtin@int8"}
+    names = {"builtin@bfloat16", "builtin@int8"}
     assert {each["model"] for each in report["placement"]["models"]} == names
     assert {each["model"] for each in report["placement"]["replicas"]} == names
+
+
+def test_a_trace_tells_quantisations_apart_by_their_names(pair: Path, trace: Path) -> None:
+    twice = PAIR.replace('name = "big"', 'name = "builtin"').replace('config = "big.json"\n', "")
+    pair.write_text(without_load(twice))
+    trace.write_bytes(trace.read_bytes().replace(b'"model":"big"', b'"model":"builtin@int8"'))
+
+    spec = read_workload(pair, mesh_with_costs, trace)
+
+    assert spec.requests is not None
+    rates = [each.load.rate for each in spec.workload.models]
+    assert [sum(each.model == model for each in spec.requests) for model in (0, 1)] == [200, 100]
+    assert rates[0] == pytest.approx(2 * rates[1])
 
 
 def test_models_that_do_not_fit_exit_4(meshllm: Invoke, pair: Path) -> None:

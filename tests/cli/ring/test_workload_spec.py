@@ -61,6 +61,9 @@ def test_a_machine_may_be_kept_for_some_models(pair: Path) -> None:
 
     assert [each.models for each in kinds if each.count == 3] == [frozenset({"builtin"})]
     assert [each.models for each in kinds if each.count == 1] == [None]
+    pair.write_text(PAIR.replace("count = 3", 'count = 3\nmodels = ["big@int8"]'))
+    workload = read_workload(pair, mesh_with_costs).workload
+    assert [workload.may_hold(0, model) for model in (0, 1)] == [False, True]
 
 
 def test_two_kinds_of_machines_have_two_names(meshllm: Invoke, pair: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from meshllm.errors import LinkLost, MeshError, ModelError, UserError
-from meshllm.names import Digest, Span, show
+from meshllm.names import Digest, Quant, Span, show
 from meshllm.node.agreement.charter_editor import CharterEditor
 from meshllm.node.options import ModelOptions
 from meshllm.protocol.membership.charter import Charter
@@ -67,6 +67,26 @@ async def test_a_model_is_served_and_stopped() -> None:
     assert [each.key for each in mesh.charter.served] == [charter().key]
     with pytest.raises(ModelError, match="does not serve `other`"):
         mesh.editor.stop_model("other")
+
+
+async def test_a_quantisation_is_served_beside_another_one_by_any_name_of_that() -> None:
+    mesh = FakeMesh()
+    asked = list[tuple[object, ...]]()
+
+    async def describe(name: str, quant: Quant, _: int) -> Charter:
+        asked.append((name, quant))
+        return replace(OTHER, quant=quant)
+
+    mesh.describe = describe  # type: ignore[method-assign,assignment]  # as it is called
+    await mesh.editor.serve_model(ModelOptions("other", aliases=("small",)))
+
+    for name, quant in (("small", "int8"), ("other@int8", "int4"), ("other", "int8")):
+        served = await mesh.editor.serve_model(ModelOptions(name, quant=quant))
+        assert served.quant == quant
+    assert asked == [("other", Quant.NONE), ("other", Quant.INT8), ("other", Quant.INT4)]
+    assert mesh.editor.stop_model("other") == f"other@{OTHER.precision}"
+    assert mesh.editor.stop_model("other") == "other@int8"
+    assert mesh.editor.stop_model("other") == "other"
 
 
 async def test_the_context_of_a_further_model_is_not_above_its_own() -> None:

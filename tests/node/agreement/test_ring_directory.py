@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from meshllm.errors import LinkLost
-from meshllm.names import FIRST_GROUP, GroupId, RingEntry, Span, short
+from meshllm.errors import LinkLost, ModelMissing
+from meshllm.names import FIRST_GROUP, GroupId, Quant, RingEntry, Span, short
 from meshllm.node.agreement.plan_hold import CALM_S
 from meshllm.node.agreement.ring_member import FORM_S
 from meshllm.node.session.text import RingBackend
@@ -46,7 +46,7 @@ def used(place: Place) -> tuple[bytes, ...]:
 
 
 async def want(place: Place, model: str) -> None:
-    with suppress(TimeoutError):
+    with suppress(TimeoutError, ModelMissing):
         async with asyncio.timeout(1):
             await place.directory.entries(model)
 
@@ -106,6 +106,49 @@ def test_providers_of_a_ring_s_model_are_those_that_may_read_its_prompts() -> No
             changed = replace(model, **terms)
             place.machine.charter = replace(whole, models=(changed,))
             assert place.directory.offers("other") == found
+
+    run(story)
+
+
+def test_a_name_with_a_precision_means_rings_whatever_other_ones_are_served() -> None:
+    whole, *_ = several()
+    small = replace(whole.models[0], quant=Quant.INT8)
+    stored, offer = whole.models[0], ModelOffer("other", "fp32")
+
+    async def story() -> None:
+        place = Place()
+        find, precise = place.directory, f"other@{stored.precision}"
+        assert find.pinned("other") == "other"
+        place.states[STAGE] = StateRecord(lifecycle=Lifecycle.SERVING, offers=(offer,))
+        place.links.by_peer[STAGE] = None
+        place.machine.charter = replace(whole, models=(small,))
+        assert find.pinned("other") == find.pinned("other@int8") == small.key.hex()
+        place.machine.charter = replace(whole, models=(small, stored))
+        assert find.pinned("other") == find.pinned(precise) == stored.key.hex()
+        assert find.pinned("tiny") == "tiny"  # of the first model, which keeps its name
+        assert find.pinned("owl") == "owl"
+        assert [find.offers(each) for each in ("other", precise)] == [{STAGE: offer}, {}]
+        assert [each and each.model for each in map(find.of_rings, ("other", precise))] == [
+            "other", precise,
+        ]  # fmt: skip
+        assert "of `other@int8`" in find.awaited("other@int8")
+
+    run(story)
+
+
+def test_a_request_for_a_model_that_is_stopped_waits_for_nothing() -> None:
+    whole, *_ = several()
+
+    async def story() -> None:
+        place = Place()
+        place.machine.charter = whole
+        waiting = asyncio.ensure_future(place.directory.entries("other"))
+        await asyncio.sleep(1)
+        assert not waiting.done()
+        place.machine.charter = replace(whole, models=())
+        place.own.publish()
+        with pytest.raises(ModelMissing, match="no longer serves"):
+            await waiting
 
     run(story)
 

@@ -93,6 +93,20 @@ def test_an_ingress_forwards_to_the_entry(world: World) -> None:
     assert (router.counts.served, entry.counts.served) == (1, 0)  # its ingress counts it
 
 
+def test_an_answer_goes_on_with_what_its_name_meant_at_first(world: World) -> None:
+    ring = FakeRing(attempts=[[*answer()[:4], LinkLost("gone")], answer()])
+    ring.replicas |= dict.fromkeys(("fox", "int8", "bf16"), (ME,))
+    ring.pins = {"fox": "int8"}
+    router = world.add(ME, ring)
+
+    async def story() -> None:
+        async for _ in router.generate(replace(REQUEST, model="fox")):
+            ring.pins["fox"] = "bf16"
+
+    world.run(story)
+    assert ring.models == ["int8", "int8"]
+
+
 def test_a_client_uses_any_node_as_its_ingress(world: World) -> None:
     client = world.add(OTHER, FakeRing(at=ME))
     world.clients.add(OTHER)
