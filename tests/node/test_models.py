@@ -125,7 +125,7 @@ async def test_two_quantisations_of_a_name_are_served_by_a_ring_each(mesh: Mesh)
     assert answers[""] == answers["builtin@int4"] == [small] * 2
     assert answers[precise][0] == answers[precise][1] != small
 
-    control_of(b).stop(precise)
+    assert control_of(b).stop(precise).model == precise
 
     await both(nodes, lambda node: serving(node) == {("builtin", 0)})
     assert [await ask(node, sampling=drawn) for node in nodes] == [small] * 2
