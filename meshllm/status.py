@@ -6,7 +6,7 @@ member of its enumeration.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, TypeVar
 
@@ -96,8 +96,8 @@ class ModelStatus:
     beside: tuple[ProviderOffer, ...] = ()
     """Of a model of rings: those of providers of its name, which answer what needs more than the
     rings have, and new requests while no ring serves; empty if there are too many to list."""
-    stored: str = ""
-    """The name that it shares with other quantisations, if `name` tells it from them."""
+    shared: str = ""
+    """The name that it shares with other quantisations, if `name` is another one."""
 
     @property
     def is_uniform(self) -> bool:
@@ -112,14 +112,15 @@ class ModelStatus:
         return self.dtype if self.quant in {"", "none"} else self.quant
 
     @property
-    def stored_name(self) -> str:
+    def shared_name(self) -> str:
         """The name that it shares with its other quantisations."""
-        return self.stored or self.name
+        return self.shared or self.name
 
     @property
     def precise_name(self) -> str:
-        """The name that no other quantisation has, which it keeps when another one is stopped."""
-        return f"{self.stored_name}@{self.weight_precision}" if self.weight_precision else self.name
+        """The name that means its rings alone, whatever other quantisations there are."""
+        is_of_rings = self.key and self.weight_precision
+        return f"{self.shared_name}@{self.weight_precision}" if is_of_rings else self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -518,6 +519,7 @@ class Stopped:
     """The model that the mesh no longer serves: `DELETE /mesh/models`."""
 
     model: str
+    """As it was named, or with its precision if another quantisation is still served."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -575,6 +577,13 @@ def find_model(models: Sequence[ModelStatus], name: str) -> ModelStatus | None:
     )
     found = (each for matches in tests for each in models if matches(each))
     return next(found, None)
+
+
+def as_asked(model: ModelStatus, name: str) -> ModelStatus:
+    """Return a model as a name means it: by a name with a precision it has no providers."""
+    if name != model.precise_name:
+        return model
+    return replace(model, name=name, shared=model.shared_name, beside=()) if model.key else model
 
 
 def unanswered(status: MeshStatus) -> str:

@@ -47,7 +47,7 @@ LINK = {"round_trip_ms", "path", "path_reason", "address", "bytes_sent", "bytes_
         "heard_s", "clock_s"}  # fmt: skip
 MODEL = {"name", "layers", "hidden_size", "dtype", "quant", "context", "fingerprint",
          "providers", "precision", "aliases", "key", "replicas", "epoch", "exact",
-         "rings", "offers", "beside", "stored"}  # fmt: skip
+         "rings", "offers", "beside", "shared"}  # fmt: skip
 STATUS = {"mesh", "node", "name", "version", "model", "ring", "nodes", "sessions", "listening",
           "networks", "since_s", "memory", "warnings", "provided", "rings",
           "models", "client", "unanswered"}  # fmt: skip
@@ -136,9 +136,12 @@ def test_a_model_is_found_by_name_alias_and_prefix_in_this_order() -> None:
 
 def test_a_quantisation_is_found_by_its_precise_name_whether_or_not_another_one_is_served() -> None:
     stored = ModelStatus("fox", 1, 1, "bfloat16", "none", key="0123456789abcdef")
-    small = ModelStatus("fox@int8", 1, 1, "bfloat16", "int8", key="fedcba98", stored="fox")
-    alone = replace(small, name="fox", stored="")
-    unknown, folder = ModelStatus("fox", 0, 0, "", ""), ModelStatus("/owl@int8", 1, 1, "", "int8")
+    small = ModelStatus("fox@int8", 1, 1, "bfloat16", "int8", key="fedcba98", shared="fox")
+    alone = replace(small, name="fox", shared="")
+    unknown, folder = (
+        ModelStatus("fox", 0, 0, "", ""),
+        ModelStatus("/owl@int8", 1, 1, "", "int8", key="9"),
+    )
 
     assert [find_model((stored, small), name) for name in ("fox", "fox@bfloat16", "fox@int8")] == [
         stored, stored, small,
@@ -146,9 +149,9 @@ def test_a_quantisation_is_found_by_its_precise_name_whether_or_not_another_one_
     assert [find_model((alone,), name) for name in ("fox", "fox@int8", "fox@bfloat16")] == [
         alone, alone, None,
     ]  # fmt: skip
-    assert [each.stored_name for each in (stored, small, alone, unknown)] == ["fox"] * 4
+    assert [each.shared_name for each in (stored, small, alone, unknown)] == ["fox"] * 4
     assert find_model((unknown,), "fox@") is None
-    assert (folder.stored_name, folder.precise_name) == ("/owl@int8", "/owl@int8@int8")
+    assert (folder.shared_name, folder.precise_name) == ("/owl@int8", "/owl@int8@int8")
 
 
 def test_fields_of_a_newer_node_are_ignored() -> None:

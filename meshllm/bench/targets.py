@@ -117,8 +117,9 @@ class DoorTarget:
         if not found:
             raise ModelError(f"No model is served at `{url}`", hint="wait until its ring serves")
         return tuple(
-            ModelStatus(each.id, 0, 0, "", "", aliases=each.meshllm.aliases, key=each.meshllm.key)
+            ModelStatus(each.id, 0, 0, it.precision, "", aliases=it.aliases, key=it.key)
             for each in found
+            for it in (each.meshllm,)
         )
 
     async def _events(self, body: dict[str, object]) -> AsyncIterator[dict[str, Any]]:
@@ -158,6 +159,7 @@ class _Ours:
 
     aliases: tuple[str, ...] = ()
     key: str = ""
+    precision: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -346,6 +346,10 @@ class MeshClient:
         """Return the name; the ingress knows what it means."""
         return model
 
+    def shown(self, model: str) -> str:
+        """Return the name."""
+        return model
+
     def of_rings(self, model: str) -> ModelOffer | None:
         """Return None: the ingress knows what its rings have."""
         _ = model

@@ -45,8 +45,11 @@ class Preparation:
     worker: Worker
     cache: Path
     """Folder of cached digests and measurements."""
-    described: list[tuple[str, Quant]] = field(default_factory=list)
-    """Models that the owner of this node let the mesh serve, which it can hold too."""
+    described: list[tuple[str, Quant | None]] = field(default_factory=list)
+    """Models that the owner of this node let the mesh serve, which it can hold too.
+
+    Beside `--quant` in this quantisation only; else it is None, and any will do.
+    """
 
     async def check_layers(self) -> None:
         """Raise `UserError` if each model that the options name lacks layers that they name.
@@ -135,8 +138,9 @@ class Preparation:
         shape = (await self._open(source, inference)).shape
         asked = replace(self.options, context=context, inference=inference)
         charter = create_charter(asked, shape, await self._digest(source))
-        if (name, quant) not in self.described:
-            self.described.append((name, quant))
+        holds = name, quant if self.options.inference.quant else None
+        if holds not in self.described:
+            self.described.append(holds)
         return charter
 
     async def longest(self, charter: Charter) -> int:
@@ -145,11 +149,10 @@ class Preparation:
         Raises:
             ModelError: this node neither has its configuration nor has fetched it.
         """
-        quant = self.options.inference.quant or charter.quant  # any has the same context
-        charter = replace(charter, quant=quant)
         try:
-            source = await self._find(charter)
+            source = await self._find(charter, of_any_quant=True)  # all have the same context
         except ModelError:
+            charter = replace(charter, quant=self.options.inference.quant or charter.quant)
             try:
                 source = await self._find_in(self.cache / "weights" / name_of(charter), charter)
             except ModelError:
@@ -197,7 +200,7 @@ class Preparation:
         limit = self.options.inference.memory_bytes
         return memory_budget(limit=limit, device=device, own=own), own
 
-    async def _find(self, charter: Charter) -> Source:
+    async def _find(self, charter: Charter, *, of_any_quant: bool = False) -> Source:
         """Find the model of a charter: one of the node's own, or without any by its name.
 
         Raises:
@@ -212,7 +215,8 @@ class Preparation:
         for name, its_quant in (*named, *others):
             try:
                 source = await self._resolve(name, is_own=(name, its_quant) in named)
-                refuse_other(charter, source.name, await self._digest(source), its_quant)
+                digest = await self._digest(source)
+                refuse_other(charter, source.name, digest, None if of_any_quant else its_quant)
             except OutOfMemory:
                 raise
             except ModelError as found:

@@ -257,7 +257,7 @@ def model_status(view: NodeView, charter: Charter) -> ModelStatus:
     shape = charter.shape
     dtype, quant = charter.dtype.name.lower(), str(charter.quant)
     plans, name = _plans_of(view, charter), _model_name(view, charter)
-    stored = "" if name == shape.name else shape.name
+    shared = "" if name == shape.name else shape.name
     return ModelStatus(
         name,
         shape.layers,
@@ -272,8 +272,8 @@ def model_status(view: NodeView, charter: Charter) -> ModelStatus:
         epoch=plans[0].epoch if plans else 0,
         is_exact=any(is_exact(charter, each, view.profiles) for each in plans),
         rings=sum(each.is_served and each.group.charter.key == charter.key for each in view.rings),
-        beside=() if stored else tuple(_offers(view, charter).get(shape.name, ())),
-        stored=stored,
+        beside=() if shared else tuple(_offers(view, charter).get(shape.name, ())),
+        shared=shared,
     )
 
 

@@ -17,6 +17,7 @@ _CHUNK_ROWS, _STEP_ROWS = 1024, 32  # of a prefill chunk and of a step, as nodes
 _MASK_TOKENS = 4096  # most rows of one forward
 
 MAX_DIMENSION = 1 << 24
+MAX_DTYPE = 16  # letters
 
 _KEYS = {
     "layers": ("num_hidden_layers", "n_layer"),
@@ -59,11 +60,13 @@ class Architecture:
     shared: int = 0
     """Width of the expert that computes all rows besides."""
     quant: Quant = Quant.NONE
+    dtype: str = "bfloat16"
+    """Of its weights without a quantisation, which only its name tells."""
 
     @property
     def precise_name(self) -> str:
         """The name that a mesh gives it beside other quantisations of the same model."""
-        return f"{self.name}@{'bfloat16' if self.quant is Quant.NONE else self.quant}"
+        return f"{self.name}@{self.dtype if self.quant is Quant.NONE else self.quant}"
 
     @classmethod
     def from_config(cls, name: str, config: Mapping[str, Any], quant: Quant = Quant.NONE) -> Self:
@@ -104,6 +107,7 @@ class Architecture:
             active_experts=_dimension(name, text.get("num_experts_per_tok") or 1),
             shared=_dimension(name, shared) if shared and experts > 1 else 0,
             quant=quant,
+            dtype=str(text.get("dtype") or text.get("torch_dtype") or "bfloat16")[:MAX_DTYPE],
         )
 
     @property

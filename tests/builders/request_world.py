@@ -118,6 +118,9 @@ class FakeRing:
     def pinned(self, model: str) -> str:
         return self.pins.get(model, model)
 
+    def shown(self, model: str) -> str:
+        return next((name for name, pin in self.pins.items() if pin == model), model)
+
     def of_rings(self, model: str) -> ModelOffer | None:
         return self.sizes.get(model)
 

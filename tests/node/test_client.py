@@ -108,6 +108,9 @@ class Inn(House):
     def pinned(self, model: str) -> str:
         return model
 
+    def shown(self, model: str) -> str:
+        return model
+
     def of_rings(self, model: str) -> ModelOffer | None:
         return None
 

@@ -64,6 +64,23 @@ async def test_a_joiner_cannot_hold_layers_that_all_its_models_lack(
     await prepare(tmp_path, layers=Span(2, 7)).check_layers()
 
 
+@pytest.mark.parametrize(
+    ("own", "held"), [(None, [True, True, True]), (Quant.INT4, [False, True, False])]
+)
+async def test_a_node_with_a_quantisation_holds_what_its_owner_served_too(
+    llama: Path, tmp_path: Path, own: Quant | None, held: list[bool]
+) -> None:
+    preparation = prepare(tmp_path, model="builtin", quant=own)
+
+    charter = await preparation.describe(str(llama), Quant.INT8, 1 << 20)
+    all_quants = [replace(charter, quant=quant) for quant in (Quant.NONE, Quant.INT8, Quant.INT4)]
+
+    keys = await preparation.held(all_quants)
+    assert [each.key in keys for each in all_quants] == held
+    longest = [await preparation.longest(each) for each in all_quants]
+    assert longest == [charter.shape.context] * 3
+
+
 async def test_a_mesh_starts_with_the_builtin_model(tmp_path: Path) -> None:
     _, charter = await prepare(tmp_path).found()
 

@@ -54,16 +54,20 @@ class Needs:
     def choose(self, models: Sequence[ModelStatus], asked: Sequence[Asked]) -> ModelStatus:
         """Return the first of the quantisations of a model that has what the request needs.
 
-        It is as its providers serve it if these answer, in place of its rings: one of them has the
-        sizes that its rings lack, or no ring serves now.
+        Those that serve now precede others. It is the first one as its providers serve it if these
+        answer, in place of rings: none that serves has what is needed, and one of them has.
         """
-        model = next((each for each in models if self._is_met_by(each)), models[0])
-        if self._has(model.weight_precision, model.context):
-            able = not model.rings and all(self._may_substitute(model, each) for each in asked)
+        first, met = models[0], [each for each in models if self._is_met_by(each)]
+        if serving := [each for each in met if each.rings]:
+            return serving[0]
+        if any(self._has(each.weight_precision, each.context) for each in models):
+            able = all(self._may_substitute(first, each) for each in asked)
         else:
-            sizes = ((each.precision, each.context) for each in model.beside)
+            sizes = ((each.precision, each.context) for each in first.beside)
             able = not self.exact and any(self._has(*each) for each in sizes)
-        return of_providers(model.name, model.beside) if model.beside and able else model
+        if first.beside and able:
+            return of_providers(first.name, first.beside)
+        return met[0] if met else first
 
     def check(self, model: ModelStatus) -> None:
         """Raise `WrongField` if a model does not have what the request needs.

@@ -24,7 +24,7 @@ from meshllm.outline.eligibility import OutlineMode, most_reads
 from meshllm.protocol.kv_cache.prefix_scope import OWNERS, SECRET_BYTES, ScopeNames
 from meshllm.protocol.membership.client_quota import ClientQuota, Reservation, estimate
 from meshllm.request import Answer, Backend, Event, Piece, Prefilled, Request
-from meshllm.status import ModelStatus, find_model
+from meshllm.status import ModelStatus, as_asked, find_model
 from meshllm.strict_json import WrongField
 from meshllm.traces.recorder import Recorder
 
@@ -96,9 +96,9 @@ class Service:
         of_all = await self.node.models()
         served = _allowed(key, of_all)
         if found := find_model(served, name):
-            if found.key and name == found.precise_name:
-                return [replace(found, name=name, stored=found.stored_name, beside=())]
-            sharing = (each for each in served if each.key and each.stored_name == name)
+            if name == found.precise_name:
+                return [as_asked(found, name)]
+            sharing = (each for each in served if each.key and each.shared_name == name)
             others = [each for each in sharing if each.key != found.key]
             return [found, *sorted(others, key=lambda it: -bits_of(it.weight_precision))]
         if not of_all:  # such as while a node that has just started loads
@@ -304,7 +304,7 @@ def _allowed(key: ApiKey | None, models: Sequence[ModelStatus]) -> Sequence[Mode
     if not allowed:
         return models
     return [
-        each
+        each if allowed & {each.shared_name, *each.aliases} else as_asked(each, each.precise_name)
         for each in models
-        if allowed & {each.name, each.stored_name, each.precise_name, *each.aliases}
+        if allowed & {each.shared_name, each.precise_name, *each.aliases}
     ]

@@ -81,16 +81,19 @@ def _running(
     _refuse(flags, _RING_SETTINGS, "the running node already has a ring")
     if quiet and not shows_model and flags["model"] is None:
         return node, change(chosen, {"model": "the running node"}), _NODE
+    from meshllm.status import as_asked
+
     status = _fetch_status(chosen)
     model = _model_of(status, flags["model"])
-    providers = _providers_of(model) if model else ()
+    providers = _providers_of(as_asked(model, str(flags["model"]))) if model else ()
     reader = f"{_listed(providers)} of the mesh" if providers else _reader_of(status, model)
     if not quiet:
         if reader:
             _announce(reader)
         if not providers and (cause := _awaited(status, model)):
             render.talk(render.dim(f"waiting: {cause}"))
-    opener = node if model is None or not flags["model"] else _asking(node, model.name)
+    named = flags["model"]
+    opener = node if model is None or not named else _asking(node, as_asked(model, str(named)).name)
     served = change(chosen, {"model": render.one_line(model.name)}) if model else chosen
     return opener, served, reader or f"{_NODE}{_size_of(status, model)}"
 

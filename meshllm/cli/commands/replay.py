@@ -130,14 +130,14 @@ def asked_names(
 
     It is empty for a model without a key.
     """
-    from meshllm.status import find_model
+    from meshllm.status import as_asked, find_model
 
     if not served:
         raise MeshError("The node serves no model yet", hint="see `meshllm ring status`")
     if model is None:
         found = served_models(models, served)
     elif only := find_model(served, model):
-        found = dict.fromkeys(models, only)
+        found = dict.fromkeys(models, as_asked(only, model))
     else:
         raise UserError(f"The model `{model}` is not served", hint=_served(served))
     return {name: each.name if each.providers or each.key else "" for name, each in found.items()}
@@ -151,10 +151,11 @@ def served_models(
     Raises:
         UserError: some of them are not served.
     """
-    from meshllm.status import find_model
+    from meshllm.status import as_asked, find_model
 
-    found = {name: find_model(served, name) if name else served[0] for name in models}
-    if missing := [name for name, each in found.items() if each is None]:
+    known = {name: find_model(served, name) if name else served[0] for name in models}
+    found = {name: as_asked(each, name) for name, each in known.items() if each}
+    if missing := [name for name in models if name not in found]:
         listed = ", ".join(f"`{each[:MAX_NAME]}`" for each in missing[:MAX_NAMED])
         more = f" and {len(missing) - MAX_NAMED} more" * (len(missing) > MAX_NAMED)
         raise UserError(
@@ -162,7 +163,7 @@ def served_models(
             f" {'is' if len(missing) == 1 else 'are'} not served: {listed}{more}",
             hint=f"{_served(served)}; `--model NAME` sends all requests to one",
         )
-    return {name: each for name, each in found.items() if each is not None}
+    return found
 
 
 def _served(served: "Sequence[ModelStatus]") -> str:

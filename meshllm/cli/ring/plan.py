@@ -162,7 +162,7 @@ def _subject(
         shape = _shape(chosen, context)
         return _Subject(f"this machine alone: {why}", own_spec(shape), shape, chosen.policy)
     policy = chosen.policy if flags["policy"] is not None else mesh.ring.policy
-    name, dtype, quant = mesh.model.stored_name, mesh.model.dtype, mesh.model.quant
+    name, dtype, quant = mesh.model.shared_name, mesh.model.dtype, mesh.model.quant
     model = {"model": name, "dtype": dtype, "quant": quant}
     shape = _shape(change(chosen, model), context)
     return _Subject("the nodes of the running mesh", running_spec(mesh, shape), shape, policy)

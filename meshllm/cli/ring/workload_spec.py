@@ -156,15 +156,15 @@ def running_nodes(
     ring, model = status.ring, status.model
     if model is None or ring.predicted is None or not ring.stages:
         raise UserError("The times of the running mesh are not known yet", hint="wait for its ring")
-    config = _config(find_installed(model.stored_name) / CONFIG)
-    architecture = Architecture.from_config(model.stored_name, config, Quant(model.quant))
+    config = _config(find_installed(model.shared_name) / CONFIG)
+    architecture = Architecture.from_config(model.shared_name, config, Quant(model.quant))
     by_id = {node.node: node for node in status.nodes}
     names = [f"{stage.rank}-{stage.name}" for stage in ring.stages]
     kinds, wires = [], {}
     for at, (stage, hop) in enumerate(zip(ring.stages, ring.predicted.hops, strict=True)):
         if stage.layers and (node := by_id.get(stage.node)):
             measured = node.costs and (node.costs.model, node.costs.quant or model.quant)
-            if node.costs and measured == (model.stored_name, model.quant):
+            if node.costs and measured == (model.shared_name, model.quant):
                 costs = costs_of(node.costs, architecture)
                 kinds.append(MachineKind.with_costs(names[at], node.memory_bytes, costs))
             else:

@@ -126,7 +126,7 @@ class NodeClient:
         return from_json(ModelStatus, _object(reply))
 
     async def stop(self, model: str) -> str:
-        """Let the mesh no longer serve a model; return the name that no other one had."""
+        """Let the mesh no longer serve a model; return what to call it, see `Stopped`."""
         from meshllm.status import Stopped, from_json
 
         body = json.dumps({"model": model}).encode()

@@ -67,16 +67,18 @@ class CharterEditor:
         return next(each for each in self._known().served if each.key == key)
 
     def stop_model(self, name: str) -> str:
-        """Let the mesh no longer serve a model; return its name, which others may have from now on.
+        """Let the mesh no longer serve a model; return what to call it.
+
+        That is with its precision if another quantisation of its name is still served.
 
         Raises:
             MeshError: the mesh does not serve it, or cannot stop it.
         """
         known = self._known()
-        self._change(stop(known, name), "models")
-        stopped = known.find(name)
-        is_shared = stopped and self._known().find(stopped.shape.name)
-        return stopped.precise_name if stopped and is_shared else name
+        wanted, stopped = stop(known, name), known.find(name)
+        assert stopped is not None  # else there is nothing to stop
+        self._change(wanted, "models")
+        return stopped.precise_name if self._known().find(stopped.shape.name) else name
 
     def publish(self, charter: Charter) -> None:
         """Publish a charter; warn of what the mesh does not take, once while that lasts."""

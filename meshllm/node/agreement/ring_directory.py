@@ -49,15 +49,18 @@ class RingDirectory:
         """Return what the rings of a model have, by its name; None if there are to be none."""
         if (wanted := self._wanted(model)) is None:
             return None
-        name = model if model == wanted.precise_name else wanted.shape.name
+        name = model if model == wanted.precise_name else self._name(wanted)
         return ModelOffer(name, wanted.precision, wanted.shape.context)
 
     def pinned(self, model: str) -> str:
-        """Return a name of a model of rings that never means another quantisation."""
-        charter, wanted = self._machine.charter, self._wanted(model)
-        if charter is None or wanted is None or wanted.key == charter.key:
-            return model
-        return wanted.key.hex()
+        """Return a name of a model of rings that always means what this one means now."""
+        wanted = self._wanted(model) if model else None
+        return wanted.key.hex() if wanted else model
+
+    def shown(self, model: str) -> str:
+        """Return the name of a model for people."""
+        wanted = self._wanted(model)
+        return self._name(wanted) if wanted else model
 
     def using(self, model: str) -> AbstractContextManager[None]:
         """Count a model as used inside the context, so that its rings are loaded."""
@@ -66,13 +69,13 @@ class RingDirectory:
     def offers(self, model: str) -> dict[NodeId, ModelOffer]:
         """Return the nodes that provide a model now, and what they say of it.
 
-        For a model of rings, these are those that may read its prompts; none if the name is that of
-        one quantisation of it.
+        For a model of rings, these are those that may read its prompts; none if the name has a
+        precision, or means a quantisation that the name without one does not mean.
         """
         machine, wanted = self._machine, self._wanted(model)
-        if wanted is not None and model == wanted.precise_name:
+        name = self._name(wanted) if wanted else model
+        if wanted is not None and wanted.precise_name in {model, name}:
             return {}
-        name = wanted.shape.name if wanted else model
         return {
             node: offer
             for node, state in machine.states.items()

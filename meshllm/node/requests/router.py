@@ -167,10 +167,14 @@ class Ring(Protocol):
         ...
 
     def pinned(self, model: str) -> str:
-        """Return a name of a model of rings that never means another quantisation.
+        """Return a name of a model of rings that always means what this one means now.
 
         A client leaves that to its ingress.
         """
+        ...
+
+    def shown(self, model: str) -> str:
+        """Return the name of a model for people, who do not know its key."""
         ...
 
     def of_rings(self, model: str) -> ModelOffer | None:
@@ -309,12 +313,13 @@ class RequestRouter:
             MeshError: the request cannot be served, or no ring answered it.
         """
         request = self._scoped(self._with_ids(request, asker), asker)
+        pinned = replace(request, model=self._ring.pinned(request.model))
         if (model := self._provided_model(request)) is not None:
             answer = self._provided(replace(request, model=model))
         elif (model := self._substituted_model(request)) is not None:
-            answer = self._substituting(request, model, asker)
+            answer = self._substituting(pinned, model, asker)
         else:
-            answer = self._awaiting_ring(request, asker)
+            answer = self._awaiting_ring(pinned, asker)
         self.counts.active += 1
         try:
             with self._held.holding(asker_of((None, request.scope)), size_of(request)):
@@ -376,7 +381,6 @@ class RequestRouter:
 
     def _awaiting_ring(self, request: Request, asker: NodeId | None) -> AsyncGenerator[Event, None]:
         """Return the events of an answer of rings, and before them what the request waits for."""
-        request = replace(request, model=self._ring.pinned(request.model))
         awaited = partial(self._ring.awaited, request.model)
         return telling_waits(self._failing_over(request, asker), awaited)
 
@@ -486,7 +490,8 @@ class RequestRouter:
         listed = [_described(ring, rings)] if ring else []
         for node, offer in offers.items():
             listed.append(_described(offer, f"provider {self._ring.name_of(node)}"))
-        return f"`{request.model[:100]}` is served {', and '.join(listed)}"
+        name = self._ring.shown(request.model)
+        return f"`{name[:100]}` is served {', and '.join(listed)}"
 
     @asynccontextmanager
     async def _from(
@@ -649,7 +654,7 @@ class RequestRouter:
                     return await self._ring.entries(request.model, request.trusted)
             except TimeoutError:
                 until = min(since + wait_s, self._ring.loads_until + RING_S)
-        of_model = f" of `{request.model[:100]}`" if request.model else ""
+        of_model = f" of `{self._ring.shown(request.model)[:100]}`" if request.model else ""
         after_s = self._ring.retry_s(request.model, loop_time() - since)
         raise NotServed(
             f"There is no ring{of_model}: {self._ring.reason(request.model)}",

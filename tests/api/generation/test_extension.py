@@ -146,7 +146,7 @@ async def test_the_first_quantisation_that_meets_the_needs_answers(
     client: httpx2.AsyncClient, door: FakeNode, needs: dict[str, Any], answers: str
 ) -> None:
     own = ModelStatus("fox", 1, 1, "bfloat16", "int4", 2048, key="0" * 16, rings=1)
-    small = replace(own, name="fox@int8", quant="int8", key="1" * 16, stored="fox")
+    small = replace(own, name="fox@int8", quant="int8", key="1" * 16, shared="fox")
     stored = replace(small, name="fox@bfloat16", quant="none", key="2" * 16, is_exact=True)
     door.provided = (own, small, stored)
 
@@ -156,6 +156,41 @@ async def test_the_first_quantisation_that_meets_the_needs_answers(
     assert [each.model for each in door.requests] == [answers] * bool(answers)
     if answers:
         assert said.json()["model"] == answers
+
+
+@pytest.mark.parametrize(
+    ("rings", "needs", "answers"),
+    [
+        ((0, 1), {}, "fox@bfloat16"),
+        ((0, 0), {}, "gpu"),
+        ((1, 0), {}, "fox"),
+        ((1, 0), {"min_precision": "bf16"}, "gpu"),
+        ((1, 1), {"min_precision": "bf16"}, "fox@bfloat16"),
+        ((1, 0), {"min_precision": "fp16", "min_context": 4096}, "fox@bfloat16"),
+    ],
+)
+async def test_what_serves_now_precedes_what_has_yet_to_form(
+    client: httpx2.AsyncClient,
+    door: FakeNode,
+    rings: tuple[int, int],
+    needs: dict[str, Any],
+    answers: str,
+) -> None:
+    offers = (ProviderOffer("gpu", "bf16", 2048),)
+    own = ModelStatus("fox", 1, 1, "bfloat16", "int8", 4096, key="0" * 16, beside=offers)
+    stored = replace(own, name="fox@bfloat16", quant="none", key="1" * 16, shared="fox", beside=())
+    door.provided = tuple(replace(it, rings=n) for it, n in zip((own, stored), rings, strict=True))
+
+    said = await client.post(PATH, json=BODY | {"model": "fox", "meshllm": needs})
+
+    assert said.status_code == 200
+    [asked] = door.requests
+    told = said.headers["x-meshllm-precision"]
+    assert (asked.model, told) == (
+        ("fox", "bf16")
+        if answers == "gpu"
+        else (answers, "int8" if answers == "fox" else "bfloat16")
+    )
 
 
 @pytest.mark.parametrize(
@@ -172,7 +207,7 @@ async def test_a_name_with_a_precision_means_one_quantisation(
 ) -> None:
     offers = (ProviderOffer("gpu", "fp32", 2048),)
     own = ModelStatus("fox", 1, 1, "bfloat16", "int4", 2048, key="0" * 16, beside=offers)
-    small = replace(own, name="fox@int8", quant="int8", key="1" * 16, stored="fox", beside=())
+    small = replace(own, name="fox@int8", quant="int8", key="1" * 16, shared="fox", beside=())
     door.provided = (own, small)
 
     said = await client.post(PATH, json=BODY | {"model": name, "meshllm": needs})

@@ -22,7 +22,7 @@ from meshllm.outline.eligibility import OutlineMode
 from meshllm.protocol.kv_cache.prefix_scope import is_owners
 from meshllm.protocol.membership.client_quota import estimate
 from meshllm.request import Piece, Prefilled, Request
-from meshllm.status import ModelStatus
+from meshllm.status import ModelStatus, ProviderOffer
 from meshllm.traces.file import TraceFile
 from meshllm.traces.recorder import Recorder
 from meshllm.traces.trace import read_trace
@@ -169,6 +169,39 @@ async def test_a_key_may_name_an_alias(
     said = await client.post(PATH, json=BODY | {"model": "small"}, headers=bearer(key))
 
     assert said.status_code == 200, said.text
+
+
+@pytest.mark.parametrize(
+    ("limit", "statuses", "listed"),
+    [
+        ("fox", (200, 200, 200), ["fox", "fox@bfloat16"]),
+        ("fox@int8", (404, 200, 404), ["fox@int8"]),
+        ("fox@bfloat16", (404, 404, 200), ["fox@bfloat16"]),
+        ("small", (200, 200, 404), ["fox"]),
+    ],
+)
+async def test_a_key_is_for_all_quantisations_of_a_name_or_for_the_rings_of_one(
+    client: httpx2.AsyncClient,
+    accounts: Accounts,
+    door: FakeNode,
+    limit: str,
+    statuses: tuple[int, ...],
+    listed: list[str],
+) -> None:
+    fox = ModelStatus("fox", 1, 1, "bfloat16", "int8", 2048, key="0" * 16, aliases=("small",))
+    small = replace(fox, beside=(ProviderOffer("gpu", "bf16"),))
+    stored = replace(fox, name="fox@bfloat16", quant="none", key="1" * 16, shared="fox", aliases=())
+    door.served, door.provided = "", (small, stored)
+    headers = bearer(accounts.create("guest", KeyLimits(models=(limit,)), 0))
+
+    names = "fox", "fox@int8", "fox@bfloat16"
+    said = [await client.post(PATH, json=BODY | {"model": it}, headers=headers) for it in names]
+    seen = (await client.get("/v1/models", headers=headers)).json()["data"]
+
+    assert tuple(each.status_code for each in said) == statuses
+    assert [each["id"] for each in seen] == listed
+    if "@" in limit:
+        assert not any(each["meshllm"].get("offers") for each in seen)
 
 
 async def test_a_key_sees_only_its_models(client: httpx2.AsyncClient, accounts: Accounts) -> None:

@@ -186,6 +186,22 @@ def test_a_provider_that_answers_in_place_of_a_ring_is_named(ask: Ask, node: Fak
     assert ask("chat").stderr == ""
 
 
+def test_a_name_with_a_precision_means_no_provider(
+    ask: Ask, node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.beside, node.waits_for = (ProviderOffer("gpu"),), "no plan yet"
+    status = node.report()
+    assert status.model is not None
+    known = replace(status, model=replace(status.model, key="0" * 16))
+    monkeypatch.setattr(node, "report", lambda: known)
+    precise = f"builtin@{status.model.weight_precision}"
+
+    said = ask("chat", "--model", precise).stderr
+
+    assert said == "waiting: no plan yet\n"
+    assert [each.model for each in node.requests] == [precise]
+
+
 def test_one_serving_replica_is_enough(
     ask: Ask, node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -218,6 +218,15 @@ def test_a_further_model_is_asked_by_name(name: str) -> None:
     assert replay.asked_names(None, [name], [first, second]) == {name: "second"}
 
 
+@pytest.mark.parametrize("model", [None, "fox@int8"])
+def test_a_name_with_a_precision_is_asked_as_such(model: str | None) -> None:
+    fox = replace(MODEL, name="fox", quant="int8", key="a" * 16)
+
+    asked = replay.asked_names(model, ["fox@int8", "fox"], [fox])
+
+    assert asked == {"fox@int8": "fox@int8", "fox": model or "fox"}
+
+
 def test_models_of_a_trace_that_are_not_served_are_named_within_a_limit() -> None:
     names = ["one", *(f"{number}{'x' * 200}" for number in range(7))]
 

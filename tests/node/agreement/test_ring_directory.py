@@ -125,8 +125,10 @@ def test_a_name_with_a_precision_means_rings_whatever_other_ones_are_served() ->
         assert find.pinned("other") == find.pinned("other@int8") == small.key.hex()
         place.machine.charter = replace(whole, models=(small, stored))
         assert find.pinned("other") == find.pinned(precise) == stored.key.hex()
-        assert find.pinned("tiny") == "tiny"  # of the first model, which keeps its name
-        assert find.pinned("owl") == "owl"
+        assert find.pinned("tiny") == whole.key.hex()
+        assert [find.pinned(each) for each in ("owl", "")] == ["owl", ""]
+        keys = [stored.key.hex(), small.key.hex(), "owl"]
+        assert [find.shown(each) for each in keys] == ["other", "other@int8", "owl"]
         assert [find.offers(each) for each in ("other", precise)] == [{STAGE: offer}, {}]
         assert [each and each.model for each in map(find.of_rings, ("other", precise))] == [
             "other", precise,

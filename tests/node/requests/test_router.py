@@ -419,7 +419,8 @@ def test_waiting_for_a_ring_times_out(world: World) -> None:
 
 
 def test_the_error_names_the_model_that_was_waited_for(world: World) -> None:
-    router = world.add(ME, FakeRing(at=None, groups={"big": (FIRST_GROUP,)}))
+    ring = FakeRing(at=None, groups={"big": (FIRST_GROUP,)}, pins={"big": "0123456789abcdef"})
+    router = world.add(ME, ring)
 
     async def story() -> None:
         with pytest.raises(NotServed, match="There is no ring of `big`: they sleep"):
