@@ -17,7 +17,6 @@ _CHUNK_ROWS, _STEP_ROWS = 1024, 32  # of a prefill chunk and of a step, as nodes
 _MASK_TOKENS = 4096  # most rows of one forward
 
 MAX_DIMENSION = 1 << 24
-MAX_DTYPE = 16  # letters
 
 _KEYS = {
     "layers": ("num_hidden_layers", "n_layer"),
@@ -107,7 +106,7 @@ class Architecture:
             active_experts=_dimension(name, text.get("num_experts_per_tok") or 1),
             shared=_dimension(name, shared) if shared and experts > 1 else 0,
             quant=quant,
-            dtype=str(text.get("dtype") or text.get("torch_dtype") or "bfloat16")[:MAX_DTYPE],
+            dtype=next(_dtypes(config, text), "bfloat16"),
         )
 
     @property
@@ -184,6 +183,12 @@ class Architecture:
     def _linear(self, rows: int, inputs: int, outputs: int, weight_bytes: float) -> Operator:
         moved = inputs * outputs * weight_bytes + rows * (inputs + outputs) * ITEM_BYTES
         return Operator(2.0 * rows * inputs * outputs, moved)
+
+
+def _dtypes(*configs: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the data types that a `config.json` tells, in the order of precedence."""
+    for each in configs:
+        yield from (str(each[key]) for key in ("dtype", "torch_dtype") if each.get(key))
 
 
 def _first(name: str, config: Mapping[str, Any], keys: tuple[str, ...]) -> int:

@@ -54,10 +54,13 @@ class Needs:
     def choose(self, models: Sequence[ModelStatus], asked: Sequence[Asked]) -> ModelStatus:
         """Return the first of the quantisations of a model that has what the request needs.
 
-        Those that serve now precede others. It is the first one as its providers serve it if these
-        answer, in place of rings: none that serves has what is needed, and one of them has.
+        Those that serve now precede others, unless only some nodes are trusted: which nodes their
+        rings have is not known here. It is the first one as its providers serve it if these answer,
+        in place of rings: none that serves has what is needed, and one of them has.
         """
         first, met = models[0], [each for each in models if self._is_met_by(each)]
+        if any(each.trusted is not None for each in asked):
+            met = met[:1]
         if serving := [each for each in met if each.rings]:
             return serving[0]
         if any(self._has(each.weight_precision, each.context) for each in models):

@@ -167,6 +167,7 @@ async def test_the_first_quantisation_that_meets_the_needs_answers(
         ((1, 0), {"min_precision": "bf16"}, "gpu"),
         ((1, 1), {"min_precision": "bf16"}, "fox@bfloat16"),
         ((1, 0), {"min_precision": "fp16", "min_context": 4096}, "fox@bfloat16"),
+        ((0, 1), {"trust": ["gpu"]}, "gpu"),
     ],
 )
 async def test_what_serves_now_precedes_what_has_yet_to_form(
