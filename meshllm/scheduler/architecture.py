@@ -18,6 +18,8 @@ _MASK_TOKENS = 4096  # most rows of one forward
 
 MAX_DIMENSION = 1 << 24
 
+_DTYPES = "bfloat16", "float16", "float32"
+
 _KEYS = {
     "layers": ("num_hidden_layers", "n_layer"),
     "hidden": ("hidden_size", "n_embd"),
@@ -186,9 +188,9 @@ class Architecture:
 
 
 def _dtypes(*configs: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the data types that a `config.json` tells, in the order of precedence."""
-    for each in configs:
-        yield from (str(each[key]) for key in ("dtype", "torch_dtype") if each.get(key))
+    """Yield the data types of a mesh that a `config.json` tells, in the order of precedence."""
+    told = (str(each.get(key)) for each in configs for key in ("dtype", "torch_dtype"))
+    return (each for each in told if each in _DTYPES)
 
 
 def _first(name: str, config: Mapping[str, Any], keys: tuple[str, ...]) -> int:

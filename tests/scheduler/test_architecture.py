@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,6 +44,24 @@ def test_a_shared_expert_computes_every_row() -> None:
     )
     assert more == 2 * 3 * 2048 * 5632
     assert Architecture.from_config("model", alike) == model
+
+
+@pytest.mark.parametrize(
+    ("told", "name"),
+    [
+        ({}, "bfloat16"),
+        ({"torch_dtype": "float16"}, "float16"),
+        ({"dtype": "float32", "text_config": QWEN_MOE | {"dtype": "float16"}}, "float32"),
+        ({"dtype": "\x1b[2J"}, "bfloat16"),
+        ({"dtype": ["float16"]}, "bfloat16"),
+    ],
+)
+def test_an_unquantised_model_has_the_precise_name_of_a_mesh(
+    told: dict[str, Any], name: str
+) -> None:
+    bare = {key: value for key, value in QWEN_MOE.items() if "dtype" not in key}
+
+    assert Architecture.from_config("model", bare | told).precise_name == f"model@{name}"
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def stop(model: Model, as_json: Json = False, **flags: Scalar) -> None:
     if as_json:
         render.dump({"model": stopped})
         return
-    render.talk(f"{stopped} is no longer served")
+    render.talk(f"{render.one_line(stopped)} is no longer served")
 
 
 def _planned(path: Path, chosen: Settings) -> "list[ModelOptions]":

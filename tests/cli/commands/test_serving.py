@@ -27,7 +27,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
     async def stop(_: NodeClient, model: str) -> str:
         found.append(model)
-        return model
+        return "fox\x1b[2J@int8" if model == "a0b1c2" else model
 
     monkeypatch.setattr(NodeClient, "serve", serve)
     monkeypatch.setattr(NodeClient, "stop", stop)
@@ -72,6 +72,7 @@ def test_json(meshllm: Invoke, calls: list[object]) -> None:
     assert (served["schema"], served["name"], served["layers"]) == (1, "org/m", 12)
     assert stopped == {"schema": 1, "model": "org/m"}
     assert meshllm("model", "stop", "org/m").stderr == "org/m is no longer served\n"
+    assert "\x1b" not in meshllm("model", "stop", "a0b1c2").stderr  # a name by another member
 
 
 def test_without_a_node_there_is_nothing_to_serve(meshllm: Invoke) -> None:
