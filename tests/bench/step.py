@@ -1,8 +1,10 @@
-"""Where the time of a decode step goes: ``python -m tests.bench.step [--threads 1,2]``.
+"""Where the time of a decode step goes.
 
-Published dimensions, random weights, one session. Each row is a kind of kernel call, or an
-operation that torch runs: calls per step, lower quartile over the steps, share, and for matrices
-the bandwidth at which their weights are read, beside what a probe reads.
+``python -m tests.bench.step [--threads 1,2] [--sessions 1,8]``
+
+Published dimensions, random weights, one session or several that run as one batch. Each row is a
+kind of kernel call, or an operation that torch runs: calls per step, lower quartile over the steps,
+share, and for matrices the bandwidth at which their weights are read, beside what a probe reads.
 """
 
 import ctypes
@@ -12,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import chain, pairwise
+from itertools import chain, pairwise, product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -46,6 +48,7 @@ class Row:
 
     width: str
     threads: int
+    sessions: int
     part: str
     calls: int
     us: float
@@ -161,8 +164,8 @@ def ticks_per_us() -> float:
     return max(rates)
 
 
-def measure(folder: Path, width: Quant, threads: int) -> list[Row]:
-    """Time the parts of decode steps, one session behind the usual context."""
+def measure(folder: Path, width: Quant, threads: int, sessions: int) -> list[Row]:
+    """Time the parts of decode steps of sessions with the usual context."""
     torch.set_num_threads(threads)
     rate, step = ticks_per_us(), Step(1.0)
     found = defaultdict[str, list[float]](list)
@@ -178,10 +181,10 @@ def measure(folder: Path, width: Quant, threads: int) -> list[Row]:
 
     with patch.multiple(compiled_step, Program=timed, _eager=eagerly):
         engine = next(open_node(open_folder(folder.name, folder), width, CPU))
-        forward = engine.begin(EngineTask("decode", 1))
+        forward = engine.begin(EngineTask("decode", sessions))
         for _ in range(STEPS):
             step, begin = Step(rate), time.perf_counter_ns()
-            forward(torch.randint(3, 500, (1, 1)))
+            forward(torch.randint(3, 500, (sessions, 1)))
             whole = (time.perf_counter_ns() - begin) / 1e3
             step.count()
             step.us[OTHER] = whole - sum(step.us.values())
@@ -191,7 +194,7 @@ def measure(folder: Path, width: Quant, threads: int) -> list[Row]:
     best = {part: lower_quartile(spent) for part, spent in found.items()}
     return [
         Row(
-            *(width, threads, part, step.calls[part], us, us / best[WHOLE]),
+            *(width, threads, sessions, part, step.calls[part], us, us / best[WHOLE]),
             step.bytes[part] / us / 1e3 if step.bytes[part] else None,
         )
         for part, us in sorted(best.items(), key=lambda item: -item[1])
@@ -200,11 +203,12 @@ def measure(folder: Path, width: Quant, threads: int) -> list[Row]:
 
 def table(rows: Sequence[Row]) -> list[str]:
     """Lay out rows."""
-    lines = [f"{'width':<6} {'threads':>7} {'part':<28} {'calls':>5} {'us':>9} {'share':>6} GB/s"]
+    kind = f"{'width':<6} {'threads':>7} {'sessions':>8} {'part':<28}"
+    lines = [f"{kind} {'calls':>5} {'us':>9} {'share':>6} GB/s"]
     for row in rows:
         speed = f"{row.gb_per_s:.1f}" if row.gb_per_s else ""
-        text = f"{row.width:<6} {row.threads:7} {row.part:<28} {row.calls:5} {row.us:9.1f}"
-        lines.append(f"{text} {row.share:6.1%} {speed}".rstrip())
+        kind = f"{row.width:<6} {row.threads:7} {row.sessions:8} {row.part:<28}"
+        lines.append(f"{kind} {row.calls:5} {row.us:9.1f} {row.share:6.1%} {speed}".rstrip())
     return lines
 
 
@@ -214,6 +218,7 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="qwen3-0.6b", choices=DIMENSIONS)
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--threads", type=counts, default=(1, 2))
+    parser.add_argument("--sessions", type=counts, default=(1,))
     parser.add_argument("--quants", type=lambda text: [Quant(each) for each in text.split(",")])
     options = parser.parse_args(args)
     report, threads, memory = Report(options, 0), torch.get_num_threads(), probe()
@@ -224,8 +229,8 @@ def main(args: Sequence[str] | None = None) -> int:
         load_of_others() as others,
     ):
         for count in options.threads:
-            for quant in options.quants or list(Quant):
-                rows += measure(folder, quant, count)
+            for quant, sessions in product(options.quants or list(Quant), options.sessions):
+                rows += measure(folder, quant, count, sessions)
             limits[count] = max(read_memory(memory) for _ in range(STEPS))
     torch.set_num_threads(threads)
     about = conditions(options, others, gb_per_s=limits)

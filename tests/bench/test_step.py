@@ -40,7 +40,7 @@ def test_a_timed_program_tells_the_ticks_of_each_call() -> None:
 def test_parts_of_a_step_are_named_with_their_calls(quant: Quant) -> None:
     threads = torch.get_num_threads()
     with random_model("tiny", torch.bfloat16, 2) as folder, torch.inference_mode():
-        rows = {row.part: row for row in measure(folder, quant, 1)}
+        rows = {row.part: row for row in measure(folder, quant, 1, 1)}
     torch.set_num_threads(threads)
 
     assert rows["matrix 64 to 512"].calls == 1

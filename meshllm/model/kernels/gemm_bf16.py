@@ -39,8 +39,9 @@ MOST_ROWS = 192
 
 _GEMV_OUTPUTS = 16  # outputs of a GEMV block
 _TOGETHER = 4  # outputs that share the loads of several rows, given enough registers
-_DOT_ALONE = 3  # rows up to which the instruction may be faster with one output, a single stream
+_DOT_ALONE = 3  # rows up to which the instruction is faster with one output, a single stream
 _NEAR_BYTES = 24 << 10  # of such rows: the nearest CPU cache holds them next to the weights
+_DOT_TILE = 8  # rows of the instruction in one tile, if there are no more
 _NARROW = 768  # inputs below which the matrices of a model stay in a CPU cache
 _LARGE = 2 << 20  # values from which on they do not, as those of an LM head
 _MEASURED_OUTPUTS = 2048  # of a matrix that is measured
@@ -96,7 +97,8 @@ class Bf16Matrix:
     def _multiply(self, rows: Tensor, way: "_Way | None") -> Tensor:
         """Multiply few rows; ``way`` is how the instruction reads weights, None chooses."""
         count, outputs = self._count(rows), self._outputs
-        tiles = -(-count // _TILE) or 1
+        is_tile = self._dot and count <= _DOT_TILE
+        tiles = 1 if is_tile else -(-count // _TILE) or 1
         each = -(-count // tiles)
         products = torch.empty(tiles * each, outputs, dtype=torch.bfloat16)
         if not count:
@@ -104,7 +106,8 @@ class Bf16Matrix:
         given = rows.contiguous() if self._dot or each == 1 else _padded(rows, tiles * each)
         has_bias = bool(self._bias)
         if self._dot:
-            way = way or _choose_way(each, outputs, self._inputs, torch.get_num_threads())
+            threads = torch.get_num_threads()
+            way = way or _choose_way(each, tiles, outputs, self._inputs, threads)
             function = _dot_gemv(each, way.together, has_bias, way.has_prefetch)
         else:
             is_wide = each > 1 and outputs % _TOGETHER == 0 and registers() > LANES
@@ -166,33 +169,40 @@ _WAYS = {
     "a stream": _Way(1, has_prefetch=False),
     "a stream, prefetched": _Way(1, has_prefetch=True),
     "four streams": _Way(_TOGETHER, has_prefetch=False),
+    "four streams, prefetched": _Way(_TOGETHER, has_prefetch=True),
 }
-"""Of a single row."""
+_OF_ONE = "a stream", "a stream, prefetched", "four streams"
+_OF_SEVERAL = "a stream, prefetched", "four streams, prefetched"
+"""Which of these are measured for one row, and for several."""
 
 
 @cache
-def _choose_way(rows: int, outputs: int, inputs: int, threads: int) -> _Way:
-    """Choose how ``rows`` rows of a tile are multiplied, for a single row by measurement."""
+def _choose_way(rows: int, tiles: int, outputs: int, inputs: int, threads: int) -> _Way:
+    """Choose how ``rows`` rows of a tile are multiplied, where it is open by measurement."""
     is_wide = outputs % _TOGETHER == 0 and registers() > LANES
-    if rows > 1:
-        is_alone = rows <= _DOT_ALONE and 2 * rows * inputs <= _NEAR_BYTES
-        return _Way(_TOGETHER if is_wide and not is_alone else 1, has_prefetch=True)
     is_small = inputs < _NARROW and outputs * inputs < _LARGE
-    if is_small or inputs > _MEASURED_INPUTS:
+    if rows == 1 and (is_small or inputs > _MEASURED_INPUTS):
         return _Way(1, has_prefetch=not is_small)
-    what = "one row of bf16", str(inputs), threads
-    times = reading_times(*what, [*_WAYS], partial(_prepare, inputs))
-    able = (name for name, way in _WAYS.items() if is_wide or way.together == 1)
+    if rows > 1:
+        is_near = tiles == 1 and 2 * rows * inputs <= _NEAR_BYTES
+        if not is_wide or (is_near and rows <= _DOT_ALONE):
+            return _Way(1, has_prefetch=True)
+        if not is_near or is_small:
+            return _Way(_TOGETHER, has_prefetch=True)
+    what = f"{rows} rows of bf16" if rows > 1 else "one row of bf16"
+    ways = _OF_SEVERAL if rows > 1 else _OF_ONE
+    times = reading_times(what, str(inputs), threads, ways, partial(_prepare, rows, inputs))
+    able = (name for name in ways if is_wide or _WAYS[name].together == 1)
     return _WAYS[min(able, key=times.__getitem__)]
 
 
-def _prepare(inputs: int) -> tuple[int, Callable[[str, int], object]]:
+def _prepare(rows: int, inputs: int) -> tuple[int, Callable[[str, int], object]]:
     """Make matrices of ``inputs`` inputs to measure, see `Prepare`."""
     count = -(-uncached_bytes() // (2 * _MEASURED_OUTPUTS * inputs))
     weights = huge_zeros(count, _MEASURED_OUTPUTS, inputs, dtype=torch.bfloat16).fill_(0.01)
     matrices = [Bf16Matrix(each, dot=True) for each in weights]
-    row = torch.ones(1, inputs, dtype=torch.bfloat16)
-    return count, lambda name, number: matrices[number]._multiply(row, _WAYS[name])
+    given = torch.ones(rows, inputs, dtype=torch.bfloat16)
+    return count, lambda name, number: matrices[number]._multiply(given, _WAYS[name])
 
 
 def _padded(rows: Tensor, count: int) -> Tensor:

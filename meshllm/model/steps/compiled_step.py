@@ -6,7 +6,8 @@ A memory block is reused after its last use. Only two things change from step to
 rows, and the KV caches, whose addresses are written into the calls before they run. A batch of
 sessions runs by a plan, in which each session has its own calls for its cache. A plan is made for
 the sessions' numbers of rows in descending order: as rows do not depend on one another, sessions in
-another order are sorted first, and their output rows are permuted back.
+another order are sorted first, and their output rows are permuted back. For the same reason there
+may be fewer rows than were traced; the others, the padding, are zeros and attend to nothing.
 """
 
 import ctypes
@@ -41,7 +42,7 @@ from meshllm.model.steps.trace import (
 
 INPUTS = 2
 """Tensors that a trace begins with: rows, and their positions."""
-MOST_PLANS = 8
+MOST_PLANS = 32
 """Plans in the LRU cache; peers may request any division of rows among sessions."""
 
 _LINE = 64  # bytes; blocks are aligned to it, as torch's own are
@@ -49,11 +50,10 @@ _LINE = 64  # bytes; blocks are aligned to it, as torch's own are
 Step = Call | Callable[[], None] | Attend
 
 
-@dataclass(slots=True)
-class _Binding:
-    """The three calls of a layer that need the addresses of one session's cache."""
+@dataclass(frozen=True, slots=True)
+class _Attention:
+    """The three calls of a layer for rows that belong to one session, of any plan."""
 
-    session: int
     layer: int
     rows: int
     window: int | None
@@ -61,7 +61,15 @@ class _Binding:
     """Heads whose scores each thread holds."""
     key: Call
     value: Call
-    attention: Call
+    mix: Call
+
+
+@dataclass(slots=True)
+class _Binding:
+    """What attends in a layer for one session of a plan."""
+
+    session: int
+    attention: "_Attention"
     at: int
     """Index of the attention call in its program."""
     program: Program | None = None
@@ -94,7 +102,7 @@ class ScoreBuffer:
 
 
 class CompiledStep:
-    """A compiled forward of a fixed number of rows."""
+    """A compiled forward of a number of rows, or fewer."""
 
     def __init__(self, recording: Trace, x: Tensor, threads: int, scores: ScoreBuffer) -> None:
         """Compile the trace of a forward of rows ``x``, their positions, and caches."""
@@ -110,6 +118,7 @@ class CompiledStep:
         self._output = self._tensor(recording.output)
         self._scores = scores
         self._plans: dict[tuple[int, ...], _Plan] = {}
+        self._attentions: dict[tuple[int, int, int], _Attention] = {}
 
     @property
     def bytes(self) -> int:
@@ -117,8 +126,9 @@ class CompiledStep:
         return self._arena.nbytes
 
     def takes(self, x: Tensor) -> bool:
-        """Return whether rows have the traced shape and dtype."""
-        return (x.shape, x.dtype) == self._kind
+        """Return whether there are as many rows as traced or fewer, of the same kind."""
+        shape, dtype = self._kind
+        return x.dtype == dtype and x.shape[::2] == shape[::2] and x.shape[1] <= shape[1]
 
     @torch.inference_mode()
     def run(
@@ -144,7 +154,9 @@ class CompiledStep:
     ) -> Tensor:
         plan = self._find(tuple(rows))
         for given, memory in zip((x, places), self._inputs, strict=True):
-            memory.view(given.dtype)[: given.numel()].copy_(given.reshape(-1))
+            numbers = memory.view(given.dtype)
+            numbers[: given.numel()].copy_(given.reshape(-1))
+            numbers[given.numel() :].zero_()
         try:
             self._bind(plan.bindings, caches)
             for part in plan.parts:
@@ -155,27 +167,31 @@ class CompiledStep:
             raise
         for cache, count in zip(caches, rows, strict=False):
             cache.length += count
-        return self._output.clone()
+        return self._output[:, : x.shape[1]].clone()
 
     def _bind(self, bindings: Sequence[_Binding], caches: Sequence[SpanCache]) -> None:
         """Extend the caches by the rows, and write the addresses into the calls."""
-        seen = [caches[bound.session].layers[bound.layer].extend(bound.rows) for bound in bindings]
+        layers = [caches[bound.session].layers[bound.attention.layer] for bound in bindings]
+        seen = [
+            layer.extend(bound.attention.rows)
+            for layer, bound in zip(layers, bindings, strict=True)
+        ]
         room = room_for(max(seen, default=0))
-        held = max((bound.held for bound in bindings), default=0)
+        held = max((bound.attention.held for bound in bindings), default=0)
         scores = self._scores.address(held * self._threads * room)
-        for bound, count in zip(bindings, seen, strict=True):
-            places = list[ctypes.c_int64 | int]()
-            cached = caches[bound.session].layers[bound.layer].rows
-            for rows, call in zip(cached, (bound.key, bound.value), strict=True):
+        for bound, layer, count in zip(bindings, layers, seen, strict=True):
+            attention, places = bound.attention, list[ctypes.c_int64 | int]()
+            for rows, call in zip(layer.rows, (attention.key, attention.value), strict=True):
                 address, used, size = rows.buffer.data_ptr(), rows.used, rows.buffer.element_size()
                 _, plane, line, _ = rows.buffer.stride()
-                call.given[TARGET] = [address + (used - bound.rows) * line * size, plane, line]
+                call.given[TARGET] = [address + (used - attention.rows) * line * size, plane, line]
                 places += address + (used - count) * line * size, plane, line
-            given, numbers = bound.attention.given, count * rows.buffer.shape[1] * line
+            given, numbers = attention.mix.given, count * rows.buffer.shape[1] * line
             given[KEYS], given[SCORES] = places, [scores, room]
-            given[SEEN] = [count, bound.window or count]
+            given[SEEN] = [count, attention.window or count]
+            is_long = numbers * attention.rows > THREADED
             assert bound.program is not None
-            bound.program.share(bound.at, self._threads if numbers * bound.rows > THREADED else 1)
+            bound.program.share(bound.at, self._threads if is_long else 1)
 
     def _find(self, rows: tuple[int, ...]) -> _Plan:
         """Return the plan for these rows; make it if needed, and evict the least recently used."""
@@ -190,19 +206,27 @@ class CompiledStep:
             if isinstance(step, Call):
                 calls.append(step)
             elif isinstance(step, Attend):
-                for session in range(len(rows)):
-                    bound = self._attend(step, rows, session, len(calls))
-                    calls += bound.key, bound.value, bound.attention
-                    bindings.append(bound)
+                first = 0
+                for session, count in enumerate(rows):
+                    attention = self._attention(step, first, count)
+                    bindings.append(_Binding(session, attention, len(calls) + 2))
+                    calls += attention.key, attention.value, attention.mix
+                    first += count
+                calls += self._skip(step, first)
             else:
                 parts += _compiled(calls, bindings)
                 parts += [step] if step else []
                 calls = []
         return _Plan(parts, bindings)
 
-    def _attend(self, item: Attend, rows: Sequence[int], session: int, at: int) -> _Binding:
-        """Make the three calls of a session, the first with index ``at`` in its program."""
-        first, count = sum(rows[:session]), rows[session]
+    def _attention(self, item: Attend, first: int, count: int) -> _Attention:
+        """Return the calls for so many rows from the first one on; plans share them."""
+        key = id(item), first, count
+        if key not in self._attentions:
+            self._attentions[key] = self._attend(item, first, count)
+        return self._attentions[key]
+
+    def _attend(self, item: Attend, first: int, count: int) -> _Attention:
         query, key, value = (
             self._tensor(each)[:, :, first : first + count]
             for each in (item.query, item.key, item.value)
@@ -214,10 +238,20 @@ class CompiledStep:
             copies[-1].given[SOURCE] = source.data_ptr()
         groups, mixed = key.shape[1], self._tensor(item.out)[:, first : first + count]
         native, held, values = prepare(query, mixed, groups, item.scale)
-        attention, window = Call.of(native, groups * count, 1, values), item.window
-        return _Binding(
-            session, item.layer, count, window, held, copies[0], copies[1], attention, at + 2
-        )
+        mix = Call.of(native, groups * count, 1, values)
+        return _Attention(item.layer, count, item.window, held, copies[0], copies[1], mix)
+
+    def _skip(self, item: Attend, first: int) -> list[Call]:
+        """Return the call that fills what the padding attends to with zeros, if there is any."""
+        mixed = self._tensor(item.out)[:, first:].flatten(2)
+        if not mixed.shape[1]:
+            return []
+        zeros = torch.zeros(mixed.shape[2], dtype=mixed.dtype)
+        native, values = copy_lines(mixed.shape, (0, 0))
+        call = Call.of(native, 1, 1, values, zeros)
+        call.given[SOURCE] = zeros.data_ptr()
+        call.given[TARGET] = [mixed.data_ptr(), *mixed.stride()[:2]]
+        return [call]
 
     def _lower(self, item: Item) -> Iterator[Step]:
         if isinstance(item, Attend):

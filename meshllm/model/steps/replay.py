@@ -4,11 +4,16 @@ A trace does not show how a forward uses Python values. The only one that change
 is the length of the KV cache, so before the trace the rows are run with caches that report a short
 and a very long length. The next steps are run both ways. The outputs must be bit-equal each time.
 All of this happens in steps that are needed anyway, or during warm-up.
+
+The time of a step is mostly that of reading the weights, and every number of rows takes a trace of
+its own. So rows of several sessions, whose total changes from step to step, are padded to the next
+larger number that has one, until as many rows have come often.
 """
 
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -30,6 +35,10 @@ CHECKS = 2
 """Steps after the trace that are run both ways and compared."""
 STEPS_BEFORE_REPLAY = EAGER_STEPS + 1 + CHECKS
 """Steps of the same number of rows before the next ones are replayed."""
+MOST_PADDING = 2
+"""A step is padded by this fraction of its rows at most, 1 / `MOST_PADDING`,"""
+PADDED_STEPS = 128
+"""and so often: to trace and to check takes as long as some ten steps."""
 MOST_TRIES = 16
 """Steps that are traced or run both ways, at most; those with NaN prove nothing."""
 
@@ -52,6 +61,8 @@ class _State:
     tries: int = 0
     compiled: CompiledStep | None = None
     checks: int = 0
+    is_expected: bool = False
+    """Whether they are traced next, see `Replay.expect`."""
     unfit: str = ""
     """Why such steps run eagerly; empty if they may be replayed."""
 
@@ -102,11 +113,11 @@ class Replay:
         self._threads = threads = torch.get_num_threads()
         state = self._states.setdefault((x.shape[1], threads), _State())
         state.uses += 1
-        self.prepared += state.uses == 1
         if state.compiled and not state.compiled.takes(x):
             return forward(x, places)
-        if state.compiled and state.checks >= CHECKS:
-            return state.compiled.run(x, places, caches, rows)
+        if compiled := self._ready(state, x, threads):
+            return compiled.run(x, places, caches, rows)
+        self.prepared += state.uses == 1
         is_early = state.uses <= (EAGER_STEPS if x.shape[1] > 1 else 1)
         if state.unfit or is_early or not jit.jit_available():
             return forward(x, places)
@@ -119,10 +130,26 @@ class Replay:
             return self._check(state, x, places, caches, rows, forward)
         return self._record(state, x, places, caches, forward)
 
+    def _ready(self, state: _State, x: Tensor, threads: int) -> CompiledStep | None:
+        """Return the compiled step of so many rows, or one of more rows that may replace it."""
+        if state.compiled and state.checks >= CHECKS:
+            return state.compiled
+        if state.tries or state.unfit or state.is_expected or state.uses > PADDED_STEPS:
+            return None
+        count = x.shape[1]
+        most = count + count // MOST_PADDING
+        larger = (
+            (rows, each.compiled)
+            for (rows, used), each in self._states.items()
+            if used == threads and count < rows <= most and each.checks >= CHECKS
+        )
+        _, compiled = min(larger, key=itemgetter(0), default=(0, None))
+        return compiled if compiled and compiled.takes(x) else None
+
     def expect(self, rows: int) -> bool:
         """Trace steps of so many rows from the next one on; return whether more are needed."""
         state = self._states.setdefault((rows, torch.get_num_threads()), _State())
-        state.uses = max(state.uses, EAGER_STEPS)
+        state.uses, state.is_expected = max(state.uses, EAGER_STEPS), True
         return not state.unfit and (state.compiled is None or state.checks < CHECKS)
 
     def _disable(self, state: _State, x: Tensor, reason: str) -> None:

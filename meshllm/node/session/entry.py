@@ -478,6 +478,8 @@ class EntryNode:
         # Several steps in flight keep other ranks busy; several sessions do that by themselves.
         is_lone = self._neighbours is not None and self.sessions == 1
         generation.sessions = self.sessions
+        in_ring = sum(each.step_rows for each in self._sessions.values())
+        generation.beside = in_ring - generation.step_rows
         generation.depth = self._speculation.depth if self._speculation and is_lone else 1
         generation.take_ahead(None)
         sample = SampleJob(generation, job, Stopwatch(), Stopwatch())
@@ -518,6 +520,7 @@ class EntryNode:
 
     def _embed(self, session: SessionId, generation: Generation, job: Embed) -> None:
         """Run tokens, unless the job was prefetched."""
+        generation.step_rows = len(job.tokens) if job.is_step else 0
         ahead = generation.take_ahead(job)
         watch = ahead.watch if ahead else Stopwatch()
         embedded = partial(self._embedded, session, generation, job, watch)

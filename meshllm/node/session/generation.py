@@ -201,6 +201,10 @@ class Generation:
         """Most steps in flight, from the next Pick on."""
         self.sessions = 1
         """Generations that run at the next Pick, this one included."""
+        self.step_rows = 0
+        """Rows of the step in the ring; 0 before the first one."""
+        self.beside = 0
+        """Rows that the steps of other generations have there."""
         self.logits_request: LogitsRequest | None = None
         """Logits requested from the last rank with the last step."""
         self.scope = order.prefix_scope
@@ -463,6 +467,7 @@ class Generation:
             ends=ends,
             depth=self.depth,
             sessions=self.sessions,
+            beside=self.beside,
         )
         speculator.drafted(self._clock())
         return steps

@@ -12,8 +12,7 @@ not even queried.
 
 Sessions that run together share each pass over the weights. What a draft of one costs is the time
 that it takes from all of them, which none of them sees in its own steps. So steps are timed by the
-rows of all sessions, as if each had as many, and a draft length is judged by what it would cost if
-all chose it.
+rows of all sessions, and a draft length is judged by what it would cost if all chose it.
 
 If round trips are long, further steps of draft tokens may follow one that is in flight. A run lasts
 until the first rejection, for 1 / (1 - a) tokens. After its first step p / (1 - p) more are fully

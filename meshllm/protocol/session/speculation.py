@@ -63,7 +63,6 @@ class Speculator:
         self._asked_at = 0.0  # when `after` was called
         self._modelled: int | None = None  # tokens that a draft model gave then; None if not asked
         self._burst, self._place = 1, 0  # steps sent back to back, and which of them is next
-        self._sessions = 1  # that ran with that step, this one included
         self._is_clear = True  # no cancelled steps are still computed before them
 
     def after(  # noqa: PLR0913 -- the state of the ring at this step
@@ -76,11 +75,13 @@ class Speculator:
         ends: bool = False,
         depth: int = 1,
         sessions: int = 1,
+        beside: int = 0,
     ) -> Steps:
         """Take the tokens sampled for a job; draft what follows, unless the text ``ends``.
 
-        At most ``depth`` steps are in flight, and ``sessions`` run together. ``prepared`` counts
-        the warm-up steps so far, which took longer than later ones will.
+        At most ``depth`` steps are in flight, and ``sessions`` run together, of which the others
+        had ``beside`` rows in the ring with this job. ``prepared`` counts the warm-up steps so far,
+        which took longer than later ones will.
         """
         room = 0 if ends else job.limit - job.pos - len(tokens) - 1
         limits = _Limits(job.flying(tokens), room, job.max_drafts, depth, sessions)
@@ -89,7 +90,11 @@ class Speculator:
             tokens = (*self._prompt, *tokens)
         else:
             self._learn(
-                job, job.right(tokens), now - self._since, is_warm_up=prepared > self._before
+                job,
+                job.right(tokens),
+                now - self._since,
+                beside,
+                is_warm_up=prepared > self._before,
             )
         for source in self._sources:
             source.drafter.extend(tokens)
@@ -98,7 +103,7 @@ class Speculator:
         if limits.flying is None:
             self._burst, self._place = max(1, len(found)), 0
             self._is_clear = not job.ahead
-        self._before, self._sessions = prepared, sessions
+        self._before = prepared
         return found
 
     def drafted(self, now: float) -> None:
@@ -113,14 +118,16 @@ class Speculator:
             if drafting:
                 drafting.keep(text)
 
-    def _learn(self, job: Pick, right: int, seconds: float, *, is_warm_up: bool) -> None:
+    def _learn(
+        self, job: Pick, right: int, seconds: float, beside: int, *, is_warm_up: bool
+    ) -> None:
         times, rows = self._speculation.times, 1 + len(job.guesses)
         if is_warm_up:
             pass  # it does not predict later steps
         elif self._place == 0 and self._burst > 1:
             times.note_first(rows, seconds)
         elif self._place == 0 and self._is_clear:
-            times.note(rows * self._sessions, seconds)
+            times.note(rows + beside, seconds)
         elif 0 < self._place < self._burst:
             times.note_interval(rows, seconds)
         tried = min(rows, len(job.guesses) + len(job.ahead))

@@ -123,38 +123,46 @@ def test_ways_of_bf16_are_measured_with_more_weights_than_caches_hold(
     monkeypatch.setattr(Bf16Matrix, "_multiply", note)
 
     threads = torch.get_num_threads()
-    assert gemm_bf16._choose_way(1, 64, 1024, threads) in gemm_bf16._WAYS.values()
+    assert gemm_bf16._choose_way(1, 1, 64, 1024, threads) in gemm_bf16._WAYS.values()
 
     assert len(set(multiplied)) * 2 * 2048 * 1024 >= uncached_bytes()
 
 
 @pytest.mark.parametrize(
-    ("rows", "outputs", "inputs", "way"),
+    ("rows", "tiles", "outputs", "inputs", "way"),
     [
-        (1, 6144, 256, "one stream"),  # stays in a CPU cache
-        (1, 256, 704, "one stream"),
-        (1, 49152, 576, "measured"),
-        (1, 64, 768, "measured"),
-        (2, 64, 6144, "prefetched"),  # the rows stay in the nearest cache
-        (2, 64, 6208, "together"),
-        (3, 64, 4096, "prefetched"),
-        (3, 64, 4160, "together"),
-        (4, 64, 64, "together"),
-        (4, 63, 64, "prefetched"),  # not in fours
-        (1, 64, (1 << 16) + 64, "prefetched"),  # would take gigabytes
+        (1, 1, 6144, 256, "one stream"),  # stays in a CPU cache
+        (1, 1, 256, 704, "one stream"),
+        (1, 1, 49152, 576, "measured"),
+        (1, 1, 64, 768, "measured"),
+        (2, 1, 64, 6144, "prefetched"),  # the rows stay in the nearest cache
+        (2, 1, 64, 6208, "together"),
+        (3, 1, 64, 4096, "prefetched"),
+        (3, 1, 64, 4160, "together"),
+        (3, 2, 64, 4096, "together"),  # the second tile finds the weights in a cache
+        (4, 1, 64, 64, "together"),
+        (4, 1, 64, 3072, "measured"),
+        (4, 1, 64, 3136, "together"),
+        (4, 2, 64, 1024, "together"),
+        (6, 1, 64, 2048, "measured"),
+        (7, 1, 64, 2048, "together"),
+        (4, 1, 63, 1024, "prefetched"),  # not in fours
+        (1, 1, 64, (1 << 16) + 64, "prefetched"),  # would take gigabytes
     ],
 )
 def test_how_rows_are_read(
-    monkeypatch: pytest.MonkeyPatch, rows: int, outputs: int, inputs: int, way: str
+    monkeypatch: pytest.MonkeyPatch, rows: int, tiles: int, outputs: int, inputs: int, way: str
 ) -> None:
-    measured = Mock(return_value={"a stream": 3.0, "four streams": 1.0, "a stream, prefetched": 2})
+    one = {"a stream": 3.0, "four streams": 1.0, "a stream, prefetched": 2.0}
+    several = {"a stream, prefetched": 1.0, "four streams, prefetched": 2.0}
+    measured = Mock(return_value=one if rows == 1 else several)
     monkeypatch.setattr(gemm_bf16, "reading_times", measured)
     monkeypatch.setattr(gemm_bf16, "registers", lambda: 32)
 
-    found = gemm_bf16._choose_way(rows, outputs, inputs, 1)
+    found = gemm_bf16._choose_way(rows, tiles, outputs, inputs, 1)
 
     assert found == {
-        "one stream": (1, False), "measured": (4, False),
+        "one stream": (1, False), "measured": (4, False) if rows == 1 else (1, True),
         "prefetched": (1, True), "together": (4, True),
     }[way]  # fmt: skip
     assert measured.call_count == (way == "measured")
@@ -168,7 +176,7 @@ def test_four_streams_need_their_outputs_and_registers(
     monkeypatch.setattr(gemm_bf16, "reading_times", lambda *_: times)
     monkeypatch.setattr(gemm_bf16, "registers", lambda: registers)
 
-    assert gemm_bf16._choose_way(1, outputs, 1024, 1) == (1, True)
+    assert gemm_bf16._choose_way(1, 1, outputs, 1024, 1) == (1, True)
 
 
 def products(x: Tensor, weight: Tensor) -> list[Tensor]:

@@ -13,7 +13,7 @@ from meshllm.model.split.kv_cache import SpanCache
 from meshllm.model.steps.load import load_shard
 from meshllm.model.steps.replay import CHECKS
 from meshllm.model.steps.runner import Runner
-from meshllm.model.steps.strategies import ReplayedSteps
+from meshllm.model.steps.strategies import BATCH, ReplayedSteps
 from meshllm.names import Quant, Span
 from meshllm.protocol.drafting.window import STEPS
 from meshllm.testing.models import tiny_model
@@ -108,7 +108,7 @@ def test_an_interrupted_warm_up_is_continued(tmp_path: Path) -> None:
     rest = len(list(runner.warm_up_steps()))
     prompts = forwards_of(runner)
 
-    assert 0 < rest < len(SIZES) * (1 + CHECKS)
+    assert 0 < rest < len((*SIZES, BATCH)) * (1 + CHECKS)
     assert not list(runner.warm_up_steps())
     assert not prompts
 

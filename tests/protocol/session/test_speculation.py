@@ -107,14 +107,16 @@ def write_together(speculation: Speculation, clock: Clock, sessions: int) -> lis
     for each in speculators:
         after(each, clock, (), pick(10), ends=True)
     for _ in range(30):
-        clock.now += STEP_S * max(4, sum(1 + len(each) for each in guesses)) / 4
+        rows = [1 + len(each) for each in guesses]
+        clock.now += STEP_S * max(4, sum(rows)) / 4
         for place, speculator in enumerate(speculators):
             at = lengths[place]
             pairs = zip(guesses[place], TEXT[at:], strict=False)
             right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
             job = Pick(0, at, None, guesses[place], at + 99)
             come = TEXT[at : at + right + 1]
-            guesses[place] = of(after(speculator, clock, come, job, sessions=sessions))
+            beside = {"sessions": sessions, "beside": sum(rows) - rows[place]}
+            guesses[place] = of(after(speculator, clock, come, job, **beside))
             lengths[place] = at + right + 1
         guessed.append(sum(map(len, guesses)))
     return guessed
