@@ -41,7 +41,9 @@ _GEMV_OUTPUTS = 16  # outputs of a GEMV block
 _TOGETHER = 4  # outputs that share the loads of several rows, given enough registers
 _DOT_ALONE = 3  # rows up to which the instruction is faster with one output, a single stream
 _NEAR_BYTES = 24 << 10  # of such rows: the nearest CPU cache holds them next to the weights
-_DOT_TILE = 8  # rows of the instruction in one tile, if there are no more
+_DOT_TILE = 8  # rows of the instruction that take one tile, faster than two although some spill
+_STREAMED = range(4, 7)  # rows of it for which one stream may be faster than four
+_MEASURED_ROWS = 5  # of these
 _NARROW = 768  # inputs below which the matrices of a model stay in a CPU cache
 _LARGE = 2 << 20  # values from which on they do not, as those of an LM head
 _MEASURED_OUTPUTS = 2048  # of a matrix that is measured
@@ -171,14 +173,14 @@ _WAYS = {
     "four streams": _Way(_TOGETHER, has_prefetch=False),
     "four streams, prefetched": _Way(_TOGETHER, has_prefetch=True),
 }
-_OF_ONE = "a stream", "a stream, prefetched", "four streams"
-_OF_SEVERAL = "a stream, prefetched", "four streams, prefetched"
+_OF_ONE: tuple[str, ...] = "a stream", "a stream, prefetched", "four streams"
+_OF_SEVERAL: tuple[str, ...] = "a stream, prefetched", "four streams, prefetched"
 """Which of these are measured for one row, and for several."""
 
 
 @cache
 def _choose_way(rows: int, tiles: int, outputs: int, inputs: int, threads: int) -> _Way:
-    """Choose how ``rows`` rows of a tile are multiplied, where it is open by measurement."""
+    """Choose how ``rows`` rows of a tile are multiplied, by measurement where no rule decides."""
     is_wide = outputs % _TOGETHER == 0 and registers() > LANES
     is_small = inputs < _NARROW and outputs * inputs < _LARGE
     if rows == 1 and (is_small or inputs > _MEASURED_INPUTS):
@@ -187,11 +189,12 @@ def _choose_way(rows: int, tiles: int, outputs: int, inputs: int, threads: int) 
         is_near = tiles == 1 and 2 * rows * inputs <= _NEAR_BYTES
         if not is_wide or (is_near and rows <= _DOT_ALONE):
             return _Way(1, has_prefetch=True)
-        if not is_near or is_small:
+        if not is_near or is_small or rows not in _STREAMED:
             return _Way(_TOGETHER, has_prefetch=True)
-    what = f"{rows} rows of bf16" if rows > 1 else "one row of bf16"
-    ways = _OF_SEVERAL if rows > 1 else _OF_ONE
-    times = reading_times(what, str(inputs), threads, ways, partial(_prepare, rows, inputs))
+    what, ways, measured = "one row of bf16", _OF_ONE, 1
+    if rows > 1:
+        what, ways, measured = "several rows of bf16", _OF_SEVERAL, _MEASURED_ROWS
+    times = reading_times(what, str(inputs), threads, ways, partial(_prepare, measured, inputs))
     able = (name for name in ways if is_wide or _WAYS[name].together == 1)
     return _WAYS[min(able, key=times.__getitem__)]
 

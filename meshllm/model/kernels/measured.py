@@ -24,7 +24,7 @@ MOST = 512
 ENOUGH_S = 0.25
 """Seconds of rounds after which no further one begins: on a busy machine each takes long."""
 
-_RECORD = "measured 1"  # another number if kernels, their names or their speed change
+_RECORD = "measured 2"  # another number if kernels, their names or their speed change
 _CPU_LIMITS = (  # variables that hide instructions from torch and its libraries
     *("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"),
     "MKL_ENABLE_INSTRUCTIONS",  # not `MKL_CBWR`, which meshllm sets itself, see `warm_up_onemkl`

@@ -17,8 +17,8 @@ With one or two rows there is hardly any arithmetic, and on some CPUs the hardwa
 a stream by itself: there prefetches only compete with it for the buffers of outstanding loads (an
 AMD EPYC of the Zen 4 kind reads bf16 weights at 33 GB/s without them, at 22 with them). On others
 they help (Zen 5: 43 GB/s with them, 38 without; int4 weights 40 and 30). So each kernel is measured
-once per machine and number of threads with its own weights, see `reading_times`. None of this
-changes a result.
+once per machine and number of threads with its own weights, see `reading_times`; that of bf16 also
+with several rows, which may be read as one stream or as four. None of this changes a result.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,7 +45,7 @@ _RUN = 1 << 19  # bytes that a thread reads in a stream, if a matrix is that lar
 _RUNS = 4  # of each thread at least, so that a delayed one delays the others little
 
 Prepare = Callable[[], tuple[int, Callable[[str, int], object]]]
-"""Makes matrices that together no CPU cache holds. Returns their number, and what multiplies a row
+"""Makes matrices that together no CPU cache holds. Returns their number, and what multiplies rows
 in a way to read weights by one of them."""
 
 

@@ -42,7 +42,7 @@ from meshllm.model.steps.trace import (
 
 INPUTS = 2
 """Tensors that a trace begins with: rows, and their positions."""
-MOST_PLANS = 32
+MOST_PLANS = 16
 """Plans in the LRU cache; peers may request any division of rows among sessions."""
 
 _LINE = 64  # bytes; blocks are aligned to it, as torch's own are
@@ -69,7 +69,7 @@ class _Binding:
     """What attends in a layer for one session of a plan."""
 
     session: int
-    attention: "_Attention"
+    attention: _Attention
     at: int
     """Index of the attention call in its program."""
     program: Program | None = None
@@ -119,6 +119,7 @@ class CompiledStep:
         self._scores = scores
         self._plans: dict[tuple[int, ...], _Plan] = {}
         self._attentions: dict[tuple[int, int, int], _Attention] = {}
+        self._skips: dict[tuple[int, int], Call] = {}
 
     @property
     def bytes(self) -> int:
@@ -127,8 +128,9 @@ class CompiledStep:
 
     def takes(self, x: Tensor) -> bool:
         """Return whether there are as many rows as traced or fewer, of the same kind."""
-        shape, dtype = self._kind
-        return x.dtype == dtype and x.shape[::2] == shape[::2] and x.shape[1] <= shape[1]
+        (texts, rows, *width), dtype = self._kind
+        given = x.shape[0], *x.shape[2:]
+        return x.dtype == dtype and given == (texts, *width) and x.shape[1] <= rows
 
     @torch.inference_mode()
     def run(
@@ -138,8 +140,8 @@ class CompiledStep:
 
         There are no caches if nothing attends, as in an LM head.
         """
-        if not caches:  # one plan for all divisions of the rows
-            return self._run(x, places, caches, [x.shape[1]])
+        if not caches:  # one plan for all divisions of the rows, and for fewer of them
+            return self._run(x, places, caches, [self._kind[0][1]])
         order = sorted(range(len(rows)), key=lambda at: -rows[at])
         if order == list(range(len(rows))):
             return self._run(x, places, caches, rows)
@@ -156,7 +158,8 @@ class CompiledStep:
         for given, memory in zip((x, places), self._inputs, strict=True):
             numbers = memory.view(given.dtype)
             numbers[: given.numel()].copy_(given.reshape(-1))
-            numbers[given.numel() :].zero_()
+            if given.numel() < len(numbers):
+                numbers[given.numel() :].zero_()
         try:
             self._bind(plan.bindings, caches)
             for part in plan.parts:
@@ -220,7 +223,7 @@ class CompiledStep:
         return _Plan(parts, bindings)
 
     def _attention(self, item: Attend, first: int, count: int) -> _Attention:
-        """Return the calls for so many rows from the first one on; plans share them."""
+        """Return the calls for so many rows from the first one on, which plans share."""
         key = id(item), first, count
         if key not in self._attentions:
             self._attentions[key] = self._attend(item, first, count)
@@ -242,16 +245,18 @@ class CompiledStep:
         return _Attention(item.layer, count, item.window, held, copies[0], copies[1], mix)
 
     def _skip(self, item: Attend, first: int) -> list[Call]:
-        """Return the call that fills what the padding attends to with zeros, if there is any."""
+        """Return the call that sets the attention of the padding to zero, if there is any."""
         mixed = self._tensor(item.out)[:, first:].flatten(2)
         if not mixed.shape[1]:
             return []
-        zeros = torch.zeros(mixed.shape[2], dtype=mixed.dtype)
-        native, values = copy_lines(mixed.shape, (0, 0))
-        call = Call.of(native, 1, 1, values, zeros)
-        call.given[SOURCE] = zeros.data_ptr()
-        call.given[TARGET] = [mixed.data_ptr(), *mixed.stride()[:2]]
-        return [call]
+        key = id(item), first
+        if key not in self._skips:
+            zeros = _zeros(mixed.shape[2], mixed.dtype)
+            native, values = copy_lines(mixed.shape, (0, 0))
+            self._skips[key] = call = Call.of(native, 1, 1, values, zeros)
+            call.given[SOURCE] = zeros.data_ptr()
+            call.given[TARGET] = [mixed.data_ptr(), *mixed.stride()[:2]]
+        return [self._skips[key]]
 
     def _lower(self, item: Item) -> Iterator[Step]:
         if isinstance(item, Attend):
@@ -398,6 +403,11 @@ def _try_all(program: Program, function: Callable[[], Tensor], x: Tensor, out: T
         if not (torch.equal(out.view(bits), result.view(bits)) or _are_same(out, result)):
             return False
     return True
+
+
+@lru_cache(16)
+def _zeros(count: int, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(count, dtype=dtype)
 
 
 def _like(result: Tensor) -> Tensor:

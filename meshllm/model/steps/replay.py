@@ -7,7 +7,8 @@ All of this happens in steps that are needed anyway, or during warm-up.
 
 The time of a step is mostly that of reading the weights, and every number of rows takes a trace of
 its own. So rows of several sessions, whose total changes from step to step, are padded to the next
-larger number that has one, until as many rows have come often.
+larger number that has one. Which numbers have one is decided by a warm-up: a trace takes as long as
+ten steps, for which running sessions would wait.
 """
 
 import logging
@@ -35,10 +36,8 @@ CHECKS = 2
 """Steps after the trace that are run both ways and compared."""
 STEPS_BEFORE_REPLAY = EAGER_STEPS + 1 + CHECKS
 """Steps of the same number of rows before the next ones are replayed."""
-MOST_PADDING = 2
-"""A step is padded by this fraction of its rows at most, 1 / `MOST_PADDING`,"""
-PADDED_STEPS = 128
-"""and so often: to trace and to check takes as long as some ten steps."""
+MOST_PADDING = 0.5
+"""A step is padded by this fraction of its rows at most."""
 MOST_TRIES = 16
 """Steps that are traced or run both ways, at most; those with NaN prove nothing."""
 
@@ -131,20 +130,19 @@ class Replay:
         return self._record(state, x, places, caches, forward)
 
     def _ready(self, state: _State, x: Tensor, threads: int) -> CompiledStep | None:
-        """Return the compiled step of so many rows, or one of more rows that may replace it."""
+        """Return the compiled step of so many rows, or of a few more."""
         if state.compiled and state.checks >= CHECKS:
             return state.compiled
-        if state.tries or state.unfit or state.is_expected or state.uses > PADDED_STEPS:
+        if state.tries or state.unfit or state.is_expected:
             return None
-        count = x.shape[1]
-        most = count + count // MOST_PADDING
+        least, most = x.shape[1], (1 + MOST_PADDING) * x.shape[1]
         larger = (
             (rows, each.compiled)
             for (rows, used), each in self._states.items()
-            if used == threads and count < rows <= most and each.checks >= CHECKS
+            if used == threads and least < rows <= most and each.checks >= CHECKS
+            if each.compiled and each.compiled.takes(x)
         )
-        _, compiled = min(larger, key=itemgetter(0), default=(0, None))
-        return compiled if compiled and compiled.takes(x) else None
+        return min(larger, key=itemgetter(0), default=(0, None))[1]
 
     def expect(self, rows: int) -> bool:
         """Trace steps of so many rows from the next one on; return whether more are needed."""

@@ -66,9 +66,9 @@ from meshllm.model.steps.trial import BEFORE, TRIED, CachedTrial, draw_rows, rea
 RECOMPUTED_ROWS = 7 * MOST_ROWS
 """Rows of a session that are computed again in one pass, where the kernels of matrices allow."""
 
-BATCH = 7
-"""Rows of several sessions that are traced in advance, as a batch is padded to a traced number:
-next to those of a draft none is padded by more than a third."""
+BATCH_ROWS = 7, 8
+"""Rows of several sessions that are traced too: with those of drafts, a batch of up to 12 rows is
+padded by a fifth at most, and one of more rows by a third."""
 
 _WARM_UPS = 2 * (1 + CHECKS)  # steps at most; if these are not enough, real steps continue
 
@@ -300,7 +300,7 @@ class ReplayedSteps:
 
     @torch.inference_mode()
     def warm_up(self) -> Iterator[None]:
-        """Trace steps of all ``counts`` and of a batch; then as `InvariantSteps.warm_up`.
+        """Trace steps of ``counts`` and `BATCH_ROWS`, then do what `InvariantSteps.warm_up` does.
 
         The first one also reads a prompt. Other steps may run in between, on the same thread.
         """
@@ -308,7 +308,7 @@ class ReplayedSteps:
         yield from self.inner.warm_up()
 
     def _trace(self) -> Iterator[None]:
-        shard, counts = self.inner.shard, sorted(self.inner.counts | {BATCH})
+        shard, counts = self.inner.shard, sorted(self.inner.counts.union(BATCH_ROWS))
         if not any(map(self.replay.expect, counts)):
             return
         rows, caches = draw_rows(shard), [shard.new_cache()] if shard.span else []

@@ -477,9 +477,9 @@ class EntryNode:
         """Sample, and start the next step before the tokens are delivered."""
         # Several steps in flight keep other ranks busy; several sessions do that by themselves.
         is_lone = self._neighbours is not None and self.sessions == 1
-        generation.sessions = self.sessions
-        in_ring = sum(each.step_rows for each in self._sessions.values())
-        generation.beside = in_ring - generation.step_rows
+        beside = self._steps_beside(generation)
+        generation.sessions = 1 + len(beside)
+        generation.rows_beside = min(generation.rows_beside, sum(beside))
         generation.depth = self._speculation.depth if self._speculation and is_lone else 1
         generation.take_ahead(None)
         sample = SampleJob(generation, job, Stopwatch(), Stopwatch())
@@ -505,6 +505,11 @@ class EntryNode:
                 lambda error: picked(error) if error else head.wait(split, submit),
             )
 
+    def _steps_beside(self, generation: Generation) -> list[int]:
+        """Return the rows of the steps of other generations that are in the ring."""
+        others = (each for each in self._sessions.values() if each is not generation)
+        return [each.step_rows for each in others if each.step_rows]
+
     def _sample_batch(self, samples: Sequence[SampleJob]) -> Iterator[Sequence[Any]]:
         """Sample, and run the steps that follow; runs on the compute thread."""
         rows = sum(1 + len(sample.job.guesses) for sample in samples)
@@ -520,7 +525,9 @@ class EntryNode:
 
     def _embed(self, session: SessionId, generation: Generation, job: Embed) -> None:
         """Run tokens, unless the job was prefetched."""
-        generation.step_rows = len(job.tokens) if job.is_step else 0
+        is_new = job.is_step and not job.recomputes and job.pos >= generation.known_tokens
+        generation.step_rows = len(job.tokens) if is_new else 0
+        generation.rows_beside = sum(self._steps_beside(generation)) if is_new else 0
         ahead = generation.take_ahead(job)
         watch = ahead.watch if ahead else Stopwatch()
         embedded = partial(self._embedded, session, generation, job, watch)
@@ -543,6 +550,7 @@ class EntryNode:
             return
         match result:
             case CacheMiss():
+                generation.step_rows = 0
                 logger.info("prefix lost, restarting from the first token: %s", result)
                 self._act(session, generation.machine.missed(loop_time()))
             case Exception():  # the supervisor: a bug ends its session only
@@ -565,6 +573,7 @@ class EntryNode:
             self._head.learn(sample.split)
         if session not in self._sessions:
             return
+        generation.step_rows = 0
         if isinstance(result, Exception):  # as above
             self._fail(session, generation, result)
             return

@@ -200,11 +200,11 @@ class Generation:
         self.depth = 1
         """Most steps in flight, from the next Pick on."""
         self.sessions = 1
-        """Generations that run at the next Pick, this one included."""
+        """Generations with a step in the ring at the next Pick, this one included."""
         self.step_rows = 0
-        """Rows of the step in the ring; 0 before the first one."""
-        self.beside = 0
-        """Rows that the steps of other generations have there."""
+        """Rows of the step in the ring that has draft tokens or a new one; 0 if there is none."""
+        self.rows_beside = 0
+        """Rows of such steps of other generations, when it began or ended: the fewer of both."""
         self.logits_request: LogitsRequest | None = None
         """Logits requested from the last rank with the last step."""
         self.scope = order.prefix_scope
@@ -467,7 +467,7 @@ class Generation:
             ends=ends,
             depth=self.depth,
             sessions=self.sessions,
-            beside=self.beside,
+            beside=self.rows_beside,
         )
         speculator.drafted(self._clock())
         return steps

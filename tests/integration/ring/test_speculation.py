@@ -1,10 +1,12 @@
 """Speculative decoding does not change the text: any ring, drafter, delay, greedy or not."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,8 @@ from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
 from meshllm.node.session.generation import Ended, GenerationRequest
 from meshllm.protocol.drafting.drafter import Drafter, Drafting
 from meshllm.protocol.drafting.window import STEPS
+from meshllm.protocol.session.actions import Pick
+from meshllm.protocol.session.speculation import Speculator, Steps
 from meshllm.request import FinishReason, Sampling
 from meshllm.testing.clock import run_virtual
 from meshllm.testing.models import tiny_model
@@ -242,6 +246,37 @@ def test_two_sessions_share_what_they_learn_and_nothing_else(bfloat16: Source) -
     text = plain_text(bfloat16, SAMPLINGS[1])
     assert first == again == text
     assert other != text
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_drafts_of_a_session_are_judged_beside_the_steps_of_others(
+    bfloat16: Source, monkeypatch: pytest.MonkeyPatch, nodes: int
+) -> None:
+    taken, seen = Speculator.after, list[tuple[int, int]]()
+
+    def after(self: Speculator, tokens: Sequence[int], job: Pick, now: float, **ring: Any) -> Steps:
+        seen.append((ring["sessions"], ring["beside"]))
+        return taken(self, tokens, job, now, **ring)
+
+    monkeypatch.setattr(Speculator, "after", after)
+
+    async def run() -> tuple[set[tuple[int, int]], Counter[tuple[int, int]]]:
+        async with opened(bfloat16, Oracle((), 0.0), nodes) as ring:
+
+            async def one(prompt: Sequence[int]) -> list[int]:
+                return [token async for token in ring.tokens(prompt, Sampling(), TOKENS)]
+
+            await one(PROMPT)
+            alone = set(seen)
+            seen.clear()
+            await asyncio.gather(one(PROMPT), one(PROMPT[::-1]), one((1, 2)))
+            return alone, Counter(seen)
+
+    alone, together = asyncio.run(run())
+
+    assert alone == {(1, 0)}
+    assert together.most_common(1)[0][0] == (3, 2)  # a row of each, without drafts
+    assert {(sessions, beside) for sessions, beside in together if beside >= sessions} == set()
 
 
 @pytest.mark.parametrize("nodes", [1, 3])

@@ -13,7 +13,7 @@ from meshllm.model.split.kv_cache import SpanCache
 from meshllm.model.steps.load import load_shard
 from meshllm.model.steps.replay import CHECKS
 from meshllm.model.steps.runner import Runner
-from meshllm.model.steps.strategies import BATCH, ReplayedSteps
+from meshllm.model.steps.strategies import BATCH_ROWS, ReplayedSteps
 from meshllm.names import Quant, Span
 from meshllm.protocol.drafting.window import STEPS
 from meshllm.testing.models import tiny_model
@@ -87,7 +87,7 @@ def test_a_warmed_up_step_has_the_bits_of_the_model(
     text, other, between = begun(runner), begun(runner), list[Tensor]()
 
     for number, _ in enumerate(runner.warm_up_steps()):
-        between += written(runner, text, (1, 2) if number % 3 else (3,))
+        between += written(runner, text, (1 + number % 3,))
     forwards, count = forwards_of(runner), len(between)
     outputs = between + written(runner, text, SIZES)
     taken = len(forwards)
@@ -98,6 +98,8 @@ def test_a_warmed_up_step_has_the_bits_of_the_model(
 
     assert taken == 0
     assert count
+    traced = {rows for (rows, _), state in runner.steps.replay._states.items() if state.compiled}
+    assert traced == {*SIZES, *BATCH_ROWS}
     assert all(map(torch.equal, outputs, plain))
 
 
@@ -108,7 +110,7 @@ def test_an_interrupted_warm_up_is_continued(tmp_path: Path) -> None:
     rest = len(list(runner.warm_up_steps()))
     prompts = forwards_of(runner)
 
-    assert 0 < rest < len((*SIZES, BATCH)) * (1 + CHECKS)
+    assert 0 < rest < len((*SIZES, *BATCH_ROWS)) * (1 + CHECKS)
     assert not list(runner.warm_up_steps())
     assert not prompts
 

@@ -149,6 +149,20 @@ def test_what_drafts_cost_other_sessions_is_known_at_once_and_forgotten_alone() 
     assert min(again) > 0
 
 
+def test_a_step_is_timed_by_the_rows_of_all_sessions() -> None:
+    speculation, clock = Speculation(Oracle(TEXT, 0.6)), Clock()
+    speculator = Speculator(speculation, TEXT[:10])
+    after(speculator, clock, (), pick(10), ends=True)
+
+    for beside, seconds in ((16, 0.5), (4, 0.2), (16, 0.5)):
+        clock.now += seconds
+        job = pick(10, TEXT[10:12])
+        after(speculator, clock, (), job, ends=True, sessions=5, beside=beside)
+
+    times = speculation.times
+    assert [times.of(rows) for rows in (7, 19)] == pytest.approx([0.2, 0.5])
+
+
 def test_bad_drafts_are_soon_left_alone() -> None:
     guessed = guesses_per_step(Oracle(TEXT, 0.0), tokens=60)
 
