@@ -24,15 +24,24 @@ from meshllm.errors import ModelError
 from meshllm.model.shape import SLACK, rows_for
 from meshllm.names import Span
 
+Place = tuple[int, int, int, int]
+"""Where rows are: address, numbers from head to head and from row to row, bytes from row to row."""
+
 
 class Rows:
     """A tensor ``[B, H, T, D]`` that grows in place along T; `rows_for` sets its capacity."""
 
-    __slots__ = ("buffer", "used")
+    __slots__ = ("buffer", "place", "room", "used")
 
     def __init__(self, like: Tensor) -> None:
-        self.buffer = like.new_empty(*like.shape[:-2], 0, like.shape[-1])
+        self.hold(like.new_empty(*like.shape[:-2], 0, like.shape[-1]))
         self.used = 0
+
+    def hold(self, buffer: Tensor) -> None:
+        """Use another buffer; what steps need of it is kept, as they would ask torch each time."""
+        self.buffer, self.room = buffer, buffer.shape[-2]
+        heads, line, _ = buffer.stride()[-3:]
+        self.place: Place = buffer.data_ptr(), heads, line, line * buffer.element_size()
 
     @property
     def held(self) -> Tensor:
@@ -47,7 +56,7 @@ class Rows:
     def extend(self, count: int, window: int = 0) -> None:
         """Add rows without writing them; a reallocation drops rows older than ``window``."""
         stop = self.used + count
-        if stop > self.buffer.shape[-2]:
+        if stop > self.room:
             before = self.buffer
             held = before[..., : self.used, :]
             if window:
@@ -55,7 +64,7 @@ class Rows:
             self.used = held.shape[-2]
             stop = self.used + count
             room = rows_for(stop, window)
-            self.buffer = before.new_empty(*before.shape[:-2], room, before.shape[-1])
+            self.hold(before.new_empty(*before.shape[:-2], room, before.shape[-1]))
             self.buffer[..., : self.used, :] = held
         self.used = stop
 
@@ -70,7 +79,8 @@ class Rows:
         if self.buffer.device == device:
             return self
         other = Rows(self.buffer)
-        other.buffer, other.used = self.buffer.to(device), self.used
+        other.hold(self.buffer.to(device))
+        other.used = self.used
         return other
 
     def write(self, states: Tensor) -> None:
@@ -120,12 +130,14 @@ class _InPlaceLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not 
     def _extend(self, tokens: int, window: int = 0) -> None:
         """Extend keys and values, or neither if memory runs out after the first."""
         keys, values = self.rows
-        before = keys.buffer, keys.used, values.buffer, values.used
+        before = (keys.buffer, keys.used), (values.buffer, values.used)
         try:
             keys.extend(tokens, window)
             values.extend(tokens, window)
         except BaseException:
-            keys.buffer, keys.used, values.buffer, values.used = before
+            for rows, (buffer, used) in zip(self.rows, before, strict=True):
+                rows.hold(buffer)
+                rows.used = used
             raise
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -147,8 +159,13 @@ class GrowingLayer(_InPlaceLayer):
 
     def extend(self, tokens: int) -> int:
         """Add rows for the caller to write; return how many rows they see."""
-        self._extend(tokens)
-        return self.rows[0].used
+        keys, values = self.rows
+        seen: int = keys.used + tokens
+        if seen > keys.room or values.used + tokens > values.room:
+            self._extend(tokens)
+        else:
+            keys.used, values.used = seen, values.used + tokens
+        return seen
 
     def get_seq_length(self) -> int:
         """Return the number of rows."""

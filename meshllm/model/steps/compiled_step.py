@@ -10,7 +10,6 @@ another order are sorted first, and their output rows are permuted back. For the
 may be fewer rows than were traced; the others, the padding, are zeros and attend to nothing.
 """
 
-import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -25,7 +24,7 @@ from meshllm.model.kernels.attention import KEYS, SCORES, SEEN, THREADED, prepar
 from meshllm.model.kernels.elementwise import SOURCE, TARGET, copy_lines
 from meshllm.model.kernels.jit import machine, private_folder
 from meshllm.model.kernels.program import Call, Program
-from meshllm.model.split.kv_cache import SpanCache
+from meshllm.model.split.kv_cache import Place, SpanCache
 from meshllm.model.steps.lowering import all_bfloat16, calls_for, is_elementwise
 from meshllm.model.steps.trace import (
     Address,
@@ -50,7 +49,7 @@ _LINE = 64  # bytes; blocks are aligned to it, as torch's own are
 Step = Call | Callable[[], None] | Attend
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Attention:
     """The three calls of a layer for rows that belong to one session, of any plan."""
 
@@ -59,9 +58,23 @@ class _Attention:
     window: int | None
     held: int
     """Heads whose scores each thread holds."""
+    numbers: int
+    """Of the values of a key that all rows see."""
     key: Call
     value: Call
     mix: Call
+    bound: tuple[Place, Place, int, int] | None = None
+    """The memory that these were bound to last: it is the same in most steps of a session."""
+
+    def bind(self, keys: Place, values: Place, scores: int, room: int) -> None:
+        """Write all of the calls that depends on a session, but addresses and lengths."""
+        self.bound = keys, values, scores, room
+        _, key_head, key_row, _ = keys
+        _, value_head, value_row, _ = values
+        self.key.given[TARGET] = [0, key_head, key_row]
+        self.value.given[TARGET] = [0, value_head, value_row]
+        self.mix.given[KEYS] = [0, key_head, key_row, 0, value_head, value_row]
+        self.mix.given[SCORES] = [scores, room]
 
 
 @dataclass(slots=True)
@@ -183,17 +196,20 @@ class CompiledStep:
         held = max((bound.attention.held for bound in bindings), default=0)
         scores = self._scores.address(held * self._threads * room)
         for bound, layer, count in zip(bindings, layers, seen, strict=True):
-            attention, places = bound.attention, list[ctypes.c_int64 | int]()
-            for rows, call in zip(layer.rows, (attention.key, attention.value), strict=True):
-                address, used, size = rows.buffer.data_ptr(), rows.used, rows.buffer.element_size()
-                _, plane, line, _ = rows.buffer.stride()
-                call.given[TARGET] = [address + (used - attention.rows) * line * size, plane, line]
-                places += address + (used - count) * line * size, plane, line
-            given, numbers = attention.mix.given, count * rows.buffer.shape[1] * line
-            given[KEYS], given[SCORES] = places, [scores, room]
+            attention, (keys, values) = bound.attention, layer.rows
+            if attention.bound != (memory := (keys.place, values.place, scores, room)):
+                attention.bind(*memory)
+            given, own = attention.mix.given, attention.rows
+            for rows, call, place in (
+                (keys, attention.key, KEYS.start),
+                (values, attention.value, KEYS.start + 3),
+            ):
+                address, _, _, size = rows.place
+                end = address + rows.used * size
+                call.given[TARGET.start], given[place] = end - own * size, end - count * size
             given[SEEN] = [count, attention.window or count]
-            is_long = numbers * attention.rows > THREADED
             assert bound.program is not None
+            is_long = count * attention.numbers > THREADED
             bound.program.share(bound.at, self._threads if is_long else 1)
 
     def _find(self, rows: tuple[int, ...]) -> _Plan:
@@ -242,7 +258,8 @@ class CompiledStep:
         groups, mixed = key.shape[1], self._tensor(item.out)[:, first : first + count]
         native, held, values = prepare(query, mixed, groups, item.scale)
         mix = Call.of(native, groups * count, 1, values)
-        return _Attention(item.layer, count, item.window, held, copies[0], copies[1], mix)
+        numbers = groups * value.shape[3] * count
+        return _Attention(item.layer, count, item.window, held, numbers, copies[0], copies[1], mix)
 
     def _skip(self, item: Attend, first: int) -> list[Call]:
         """Return the call that sets the attention of the padding to zero, if there is any."""

@@ -6,13 +6,14 @@ and a very long length. The next steps are run both ways. The outputs must be bi
 All of this happens in steps that are needed anyway, or during warm-up.
 
 The time of a step is mostly that of reading the weights, and every number of rows takes a trace of
-its own. So rows of several sessions, whose total changes from step to step, are padded to the next
-larger number that has one. Which numbers have one is decided by a warm-up: a trace takes as long as
-ten steps, for which running sessions would wait.
+its own, for which running sessions wait as long as for ten steps. So rows of several sessions,
+whose total changes from step to step, are padded to the next larger number that has one, if there
+is one within reach; a warm-up sees to that.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import itemgetter
 
@@ -60,8 +61,6 @@ class _State:
     tries: int = 0
     compiled: CompiledStep | None = None
     checks: int = 0
-    is_expected: bool = False
-    """Whether they are traced next, see `Replay.expect`."""
     unfit: str = ""
     """Why such steps run eagerly; empty if they may be replayed."""
 
@@ -79,6 +78,7 @@ class Replay:
     _states: dict[tuple[int, int], _State] = field(default_factory=dict[tuple[int, int], _State])
     _threads: int = 0  # of the latest step; each thread of Python has its own number
     _scores: ScoreBuffer = field(default_factory=ScoreBuffer)
+    _wanted: int = 0  # rows that are traced now, see `tracing`
 
     @property
     def bytes(self) -> int:
@@ -111,11 +111,11 @@ class Replay:
             return forward(x, places)
         self._threads = threads = torch.get_num_threads()
         state = self._states.setdefault((x.shape[1], threads), _State())
-        state.uses += 1
         if state.compiled and not state.compiled.takes(x):
             return forward(x, places)
         if compiled := self._ready(state, x, threads):
             return compiled.run(x, places, caches, rows)
+        state.uses += 1
         self.prepared += state.uses == 1
         is_early = state.uses <= (EAGER_STEPS if x.shape[1] > 1 else 1)
         if state.unfit or is_early or not jit.jit_available():
@@ -133,7 +133,7 @@ class Replay:
         """Return the compiled step of so many rows, or of a few more."""
         if state.compiled and state.checks >= CHECKS:
             return state.compiled
-        if state.tries or state.unfit or state.is_expected:
+        if state.tries or state.unfit or self._wanted == x.shape[1]:
             return None
         least, most = x.shape[1], (1 + MOST_PADDING) * x.shape[1]
         larger = (
@@ -144,11 +144,20 @@ class Replay:
         )
         return min(larger, key=itemgetter(0), default=(0, None))[1]
 
-    def expect(self, rows: int) -> bool:
-        """Trace steps of so many rows from the next one on; return whether more are needed."""
-        state = self._states.setdefault((rows, torch.get_num_threads()), _State())
-        state.uses, state.is_expected = max(state.uses, EAGER_STEPS), True
+    def needs(self, rows: int) -> bool:
+        """Return whether steps of so many rows can still be traced or compared."""
+        state = self._states.get((rows, torch.get_num_threads()), _State())
         return not state.unfit and (state.compiled is None or state.checks < CHECKS)
+
+    @contextmanager
+    def tracing(self, rows: int) -> Iterator[None]:
+        """Trace or compare each step of so many rows that runs inside."""
+        state = self._states.setdefault((rows, torch.get_num_threads()), _State())
+        state.uses, self._wanted = max(state.uses, EAGER_STEPS), rows
+        try:
+            yield
+        finally:
+            self._wanted = 0
 
     def _disable(self, state: _State, x: Tensor, reason: str) -> None:
         """Run steps of as many rows eagerly from now on."""

@@ -68,7 +68,7 @@ RECOMPUTED_ROWS = 7 * MOST_ROWS
 
 BATCH_ROWS = 7, 8
 """Rows of several sessions that are traced too: with those of drafts, a batch of up to 12 rows is
-padded by a fifth at most, and one of more rows by a third."""
+padded by a quarter at most, and one of more rows by a third."""
 
 _WARM_UPS = 2 * (1 + CHECKS)  # steps at most; if these are not enough, real steps continue
 
@@ -308,18 +308,19 @@ class ReplayedSteps:
         yield from self.inner.warm_up()
 
     def _trace(self) -> Iterator[None]:
-        shard, counts = self.inner.shard, sorted(self.inner.counts.union(BATCH_ROWS))
-        if not any(map(self.replay.expect, counts)):
+        shard, counts = self.inner.shard, [*sorted(self.inner.counts), *BATCH_ROWS]
+        if not any(map(self.replay.needs, counts)):
             return
         rows, caches = draw_rows(shard), [shard.new_cache()] if shard.span else []
         for cache in caches:
             shard.forward(rows[:, :BEFORE], cache, rows=1)
         for count in counts:
             for number in range(_WARM_UPS):
-                if not self.replay.expect(count):
+                if not self.replay.needs(count):
                     break
                 yield
-                self.run(rows.roll(number, 1)[:, :count], caches, [count])
+                with self.replay.tracing(count):
+                    self.run(rows.roll(number, 1)[:, :count], caches, [count])
             for cache in caches:
                 cache.crop(BEFORE)
 

@@ -413,6 +413,8 @@ class EntryNode:
             self._act(turn, self._sessions[turn].machine.proceed())
 
     def _note(self, generation: Generation, action: Emit | Progress | Done | Failed) -> None:
+        if isinstance(action, Done | Failed):
+            generation.step_rows = 0
         if isinstance(action, Failed) and action.is_seen and self._is_of_other(generation):
             assert self._neighbours is not None  # there is another rank
             self._neighbours.blame()
@@ -527,7 +529,6 @@ class EntryNode:
         """Run tokens, unless the job was prefetched."""
         is_new = job.is_step and not job.recomputes and job.pos >= generation.known_tokens
         generation.step_rows = len(job.tokens) if is_new else 0
-        generation.rows_beside = sum(self._steps_beside(generation)) if is_new else 0
         ahead = generation.take_ahead(job)
         watch = ahead.watch if ahead else Stopwatch()
         embedded = partial(self._embedded, session, generation, job, watch)
@@ -560,6 +561,7 @@ class EntryNode:
                     self._config.on_recomputed(rows)
                 if job.pos >= generation.known_tokens:
                     generation.gauge.computed(watch.spent)
+                generation.rows_beside = sum(self._steps_beside(generation))
                 self._act(session, generation.machine.computed(blob, loop_time()))
 
     def _picked(

@@ -204,7 +204,7 @@ class Generation:
         self.step_rows = 0
         """Rows of the step in the ring that has draft tokens or a new one; 0 if there is none."""
         self.rows_beside = 0
-        """Rows of such steps of other generations, when it began or ended: the fewer of both."""
+        """Rows of such steps of other generations, when it left or came back: the fewer of both."""
         self.logits_request: LogitsRequest | None = None
         """Logits requested from the last rank with the last step."""
         self.scope = order.prefix_scope

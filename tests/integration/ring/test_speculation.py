@@ -1,10 +1,10 @@
 """Speculative decoding does not change the text: any ring, drafter, delay, greedy or not."""
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
 from meshllm.node.session.generation import Ended, GenerationRequest
 from meshllm.protocol.drafting.drafter import Drafter, Drafting
-from meshllm.protocol.drafting.window import STEPS
+from meshllm.protocol.drafting.window import STEPS, Window, WindowChoice
 from meshllm.protocol.session.actions import Pick
 from meshllm.protocol.session.speculation import Speculator, Steps
 from meshllm.request import FinishReason, Sampling
@@ -248,35 +248,67 @@ def test_two_sessions_share_what_they_learn_and_nothing_else(bfloat16: Source) -
     assert other != text
 
 
+class Alternating:
+    """Drafts four wrong tokens for every other step of texts that begin with 5."""
+
+    def __init__(self) -> None:
+        self.steps, self.drafts = 0, False
+
+    def begin(self) -> "Alternating":
+        return Alternating()
+
+    def keep(self, tokens: Sequence[int]) -> None:
+        """Forget it."""
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        self.drafts = tokens[0] == 5 if not self.steps else self.drafts
+        self.steps += 1
+
+    def look(self) -> int | None:
+        return 3 if self.drafts and self.steps % 2 else None
+
+    def guess(self, most: int) -> tuple[int, ...]:
+        return (1,) * min(4, most)
+
+
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_drafts_of_a_session_are_judged_beside_the_steps_of_others(
+def test_drafts_are_judged_beside_the_steps_that_run_with_them(
     bfloat16: Source, monkeypatch: pytest.MonkeyPatch, nodes: int
 ) -> None:
-    taken, seen = Speculator.after, list[tuple[int, int]]()
+    taken, seen = Speculator.after, list[tuple[int, int, int, int]]()
 
     def after(self: Speculator, tokens: Sequence[int], job: Pick, now: float, **ring: Any) -> Steps:
-        seen.append((ring["sessions"], ring["beside"]))
+        seen.append((id(self), 1 + len(job.guesses), ring["sessions"], ring["beside"]))
         return taken(self, tokens, job, now, **ring)
 
     monkeypatch.setattr(Speculator, "after", after)
+    monkeypatch.setattr(WindowChoice, "choose", lambda *_, **__: Window(4))
 
-    async def run() -> tuple[set[tuple[int, int]], Counter[tuple[int, int]]]:
-        async with opened(bfloat16, Oracle((), 0.0), nodes) as ring:
+    async def run() -> tuple[list[tuple[int, int, int, int]], list[tuple[int, int, int, int]]]:
+        async with opened(bfloat16, Alternating(), nodes) as ring:
 
-            async def one(prompt: Sequence[int]) -> list[int]:
+            async def one(*prompt: int) -> list[int]:
                 return [token async for token in ring.tokens(prompt, Sampling(), TOKENS)]
 
-            await one(PROMPT)
-            alone = set(seen)
+            await one(5, 6)
+            alone = seen.copy()
             seen.clear()
-            await asyncio.gather(one(PROMPT), one(PROMPT[::-1]), one((1, 2)))
-            return alone, Counter(seen)
+            await asyncio.gather(one(5, 6), one(7, 8))
+            return alone, seen.copy()
 
     alone, together = asyncio.run(run())
 
-    assert alone == {(1, 0)}
-    assert together.most_common(1)[0][0] == (3, 2)  # a row of each, without drafts
-    assert {(sessions, beside) for sessions, beside in together if beside >= sessions} == set()
+    assert {rows for _, rows, _, _ in alone} >= {1, 5}
+    assert {(sessions, beside) for _, _, sessions, beside in alone} == {(1, 0)}
+    pairs = [
+        (one, other)
+        for one, other in pairwise(together)
+        if one[0] != other[0] and one[2] == other[2] == 2
+    ]
+    right = [(one[1], one[3]) == (other[3], other[1]) for one, other in pairs]
+    assert max(one[1] for one, _ in pairs) == 5
+    each = (right[start::2] for start in range(2))  # every other pair is of two batches
+    assert max(sum(found) / len(found) for found in each) > 0.9
 
 
 @pytest.mark.parametrize("nodes", [1, 3])

@@ -169,8 +169,8 @@ def test_a_number_of_rows_far_below_a_traced_one_is_traced(tmp_path: Path) -> No
     run(9)
     run(5, 6, 8)  # 6 and 8 are padded to 9
     run(3, 4)  # 4 is padded to 5
-    replay.expect(8)
-    run(8)
+    with replay.tracing(8):
+        run(8)
 
     traced = {rows for (rows, _), state in replay._states.items() if state.compiled}
     assert traced == {3, 5, 8, 9}
@@ -204,10 +204,14 @@ def test_a_head_takes_sessions_in_any_order(tmp_path: Path) -> None:
     width = runner.shard.model.config.hidden_size
     rows = torch.randn(1, 6, width, generator=torch.Generator().manual_seed(4)).bfloat16()
     layouts = [(1, 2, 3), (3, 2, 1), (1, 3, 2)] * (STEPS_BEFORE_REPLAY + 1)
+    layouts += [(1, 2, 2), (2, 1, 2)]  # padded
 
     def run() -> list[Tensor]:
         return [
-            torch.cat(runner.step_many(torch.split(rows, list(counts), 1), [None] * 3), 1)
+            torch.cat(
+                runner.step_many(torch.split(rows[:, : sum(counts)], list(counts), 1), [None] * 3),
+                1,
+            )
             for counts in layouts
         ]
 
@@ -219,6 +223,8 @@ def test_a_head_takes_sessions_in_any_order(tmp_path: Path) -> None:
     compiled = tape_of(runner, 6)
     assert compiled
     assert len(compiled._plans) == 1
+    traced = [rows for (rows, _), state in steps_of(runner).replay._states.items() if state.tries]
+    assert traced == [6]
 
 
 def test_tracing_costs_two_more_forwards_after_the_first_step(tmp_path: Path) -> None:
