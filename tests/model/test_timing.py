@@ -252,8 +252,17 @@ def test_what_was_measured_beside_other_programs_is_soon_measured_again(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, head_s: float
 ) -> None:
     no_measuring(monkeypatch)
-    monkeypatch.setattr(time, "thread_time", lambda: share * time.perf_counter())
-    measure_speed(source, torch.float32, tmp_path)
+    passed_s = [0.0]
+
+    def measure_layers(*_: object) -> tuple[tuple[int, float], ...]:
+        passed_s[0] += 1.0  # of which this thread has a share
+        return KNOWN.layer_s
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_layer_seconds", measure_layers)
+        patch.setattr(time, "perf_counter", lambda: passed_s[0])
+        patch.setattr(time, "thread_time", lambda: share * passed_s[0])
+        measure_speed(source, torch.float32, tmp_path)
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + BUSY_AGE_S + 1)
     monkeypatch.setattr(module, "_head_seconds", lambda *_: 0.125)

@@ -8,7 +8,7 @@ All of this happens in steps that are needed anyway, or during warm-up.
 The time of a step is mostly that of reading the weights, and every number of rows takes a trace of
 its own, for which running sessions wait as long as for ten steps. So rows of several sessions,
 whose total changes from step to step, are padded to the next larger number that has one, if there
-is one within reach; a warm-up sees to that.
+is one within reach: the warm-up of a ring that drafts sees to that.
 """
 
 import logging
@@ -37,7 +37,7 @@ CHECKS = 2
 """Steps after the trace that are run both ways and compared."""
 STEPS_BEFORE_REPLAY = EAGER_STEPS + 1 + CHECKS
 """Steps of the same number of rows before the next ones are replayed."""
-MOST_PADDING = 0.5
+MOST_PADDING = 1 / 3
 """A step is padded by this fraction of its rows at most."""
 MOST_TRIES = 16
 """Steps that are traced or run both ways, at most; those with NaN prove nothing."""

@@ -338,7 +338,7 @@ class RingRuntime:
 
     async def _run(self, plan: Plan, node: EntryNode | StageNode) -> MeshError:
         model, span = self._model, self._held.span
-        runners = span.runners if span else []
+        runners = span.runners if span and model.drafting else []
         warm_up = WarmUp([(model.worker, runner) for runner in runners], self.warmed_up)
         self._totals = _totals(node.budget)
         self._has_new_totals.clear()

@@ -412,7 +412,7 @@ def test_an_unexpected_cache_layout_is_refused(llama_source: Source) -> None:
     runner = whole(llama_source)
     graph, other = Graph(runner.shard, MOST_ROWS), after(runner, 9)
     for layer in other.layers:
-        layer.rows[1].buffer = layer.rows[1].buffer.half()
+        layer.rows[1].hold(layer.rows[1].buffer.half())
 
     with pytest.raises(NotReplayable, match="unexpected shape or dtype"):
         graph.record(

@@ -135,7 +135,7 @@ def test_fewer_rows_are_padded_to_a_traced_number(tmp_path: Path, kind: str) -> 
     steps_of(runner).replay = Replay()
     for _ in range(STEPS_BEFORE_REPLAY):
         runner.step(tokens[:, :9], filled(runner, 6))
-    layouts = [(1, 1, 1, 3), (3, 1, 1, 2), (1, 2, 1, 4), (3, 1, 1, 1), (5, 1), (2, 2, 3, 2)]
+    layouts = [(1, 1, 1, 4), (3, 1, 1, 2), (1, 2, 1, 4), (5, 1, 1), (6, 1), (2, 2, 3, 2)]
 
     def run() -> list[Tensor]:
         caches, at, outputs = [filled(runner, 4 + seed, seed) for seed in range(4)], 0, []
@@ -167,13 +167,14 @@ def test_a_number_of_rows_far_below_a_traced_one_is_traced(tmp_path: Path) -> No
                 runner.step_many([ids(rows - 1, seed), ids(1, seed)], sessions)
 
     run(9)
-    run(5, 6, 8)  # 6 and 8 are padded to 9
+    run(5, 7, 8)  # 7 and 8 are padded to 9
+    run(6)
     run(3, 4)  # 4 is padded to 5
     with replay.tracing(8):
         run(8)
 
     traced = {rows for (rows, _), state in replay._states.items() if state.compiled}
-    assert traced == {3, 5, 8, 9}
+    assert traced == {3, 5, 6, 8, 9}
 
 
 @pytest.mark.parametrize("part", ["front", "middle", "back", "head"])

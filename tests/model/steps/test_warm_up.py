@@ -118,18 +118,17 @@ def test_an_interrupted_warm_up_is_continued(tmp_path: Path) -> None:
 def test_a_running_step_is_padded_while_its_warm_up_waits(tmp_path: Path) -> None:
     runner = runner_of(tmp_path, "qwen3", "whole")
     assert isinstance(runner.steps, ReplayedSteps)
-    replay, text = runner.steps.replay, begun(runner)
-    with replay.tracing(3):
-        written(runner, text, (3,) * (1 + CHECKS))
-    warm_up = runner.warm_up_steps()
-    while replay.needs(1):
-        next(warm_up)  # and then it waits before 2 rows
+    replay, warm_up = runner.steps.replay, runner.warm_up_steps()
+    texts = [begun(runner), begun(runner)]
+    while replay.needs(STEPS[-1]):
+        next(warm_up)  # and then it waits before a batch
     forwards = forwards_of(runner)
 
-    written(runner, text, (2,) * 3)
+    for seed in range(3):
+        runner.step_many([rows(runner, count, seed) for count in (3, 4)], texts)
 
     assert not forwards
-    assert replay.needs(2)
+    assert replay.needs(7)
 
 
 def test_warm_up_ends_if_nothing_can_be_traced(tmp_path: Path) -> None:
