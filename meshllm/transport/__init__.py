@@ -7,6 +7,7 @@ __all__ = [
     "laned_link",
     "lanes",
     "linger",
+    "names",
     "registry",
     "stream",
     "waiting",

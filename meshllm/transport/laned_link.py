@@ -102,8 +102,13 @@ class LanedLink:
         )
 
     def limit_unread(self, size: int | None) -> None:
-        """Limit the unread bytes of an unauthenticated peer; None lifts the limit."""
+        """Limit the unread bytes of an unauthenticated peer; None lifts the limit.
+
+        Those that came before count too: a peer may send before the link is asked for.
+        """
         self._incoming.limit = size
+        if size is not None and (unread := self._incoming.unread) > size:
+            self.end(PeerFault(f"{unread} B unread exceed the limit of {size} B"))
         self._wire.note_authentication(is_authenticated=size is None)
 
     @property

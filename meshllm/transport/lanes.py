@@ -145,6 +145,11 @@ class Incoming:
         self.limit: int | None = None
         """Limit of unread bytes for an unauthenticated peer; None: only the credit limits."""
 
+    @property
+    def unread(self) -> int:
+        """Cost of messages, complete or partial, that were not read."""
+        return sum(lane.held - lane.read for lane in self._lanes.values())
+
     def begin(self, kind: int, number: int, size: int) -> bool:
         """Start a piece with a body of ``size`` bytes; return whether it was an empty message.
 
@@ -154,8 +159,7 @@ class Incoming:
         self._lane = self._lanes[Channel(kind & 1)]
         if kind & ~1 == FIRST:
             self._lane.begin(number)
-            unread = sum(lane.held - lane.read for lane in self._lanes.values())
-            if self.limit is not None and unread > self.limit:
+            if self.limit is not None and (unread := self.unread) > self.limit:
                 raise PeerFault(f"{unread} B unread exceed the limit of {self.limit} B")
         elif not self._lane.missing:
             raise PeerFault(f"Piece of kind {kind} outside a message")
@@ -188,6 +192,7 @@ class Incoming:
     def drop(self) -> None:
         """Discard unread messages."""
         self._lanes = {channel: _Receiving() for channel in Channel}
+        self._lane = _Receiving()
 
 
 @dataclass(slots=True)

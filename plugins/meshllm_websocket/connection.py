@@ -6,11 +6,13 @@ detects a dead machine. Neither is triggered by a process that computes for a wh
 
 import asyncio
 import logging
+import re
 import socket
 from contextlib import suppress
 from typing import Final, Protocol
 
 from websockets.client import ClientProtocol
+from websockets.datastructures import Headers
 from websockets.frames import CloseCode
 from websockets.http11 import Request, Response
 from websockets.protocol import State
@@ -32,8 +34,16 @@ CLOSE_WAIT_S = 0.5
 KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPALIVE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 """Detects a dead machine after 60 s; TCP_KEEPALIVE is the macOS name of TCP_KEEPIDLE."""
 
+_STATUS = re.compile(rb"HTTP/1\.[01] ([345][0-9]{2}) ")
+
 SILENT: Final = logging.Logger("meshllm_websocket.silent", logging.CRITICAL + 1)
 """For the library, which would otherwise log the bytes of frames."""
+
+
+def _refusal(head: memoryview) -> list[Request | Response]:
+    """Return a response that refuses, whose body has not arrived as a whole; else nothing."""
+    line = _STATUS.match(bytes(head))
+    return [Response(int(line[1]), "", Headers())] if line else []
 
 
 class Handshake(Protocol):
@@ -188,7 +198,7 @@ class WebsocketConnection(asyncio.BufferedProtocol):
             return 0
         messages: list[Request | Response] = []
         if end >= 4 and (self._is_client or end == len(data)):  # a client waits for us
-            messages = self._feed(data[:end]) or self._feed(data[end:])
+            messages = self._feed(data[:end]) or self._feed(data[end:]) or _refusal(data[:end])
         self._handshake.received(self, messages[0] if messages else None)
         if not self.is_open:
             return len(data)

@@ -6,16 +6,14 @@ other attempts have ended, and fails if two addresses answer at once (Python 3.1
 
 import asyncio
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import ExitStack
 from itertools import zip_longest
-from typing import Any, TypeAlias
+
+from meshllm.transport.names import Address, look_up
 
 ATTEMPT_S = 0.25
 """Delay before the next address is tried in parallel, RFC 8305 section 5."""
-
-Address: TypeAlias = tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[Any, ...]]
-"""What `getaddrinfo` returns: family, kind, protocol, canonical name, address of the socket."""
 
 
 async def connect(host: str, port: int) -> socket.socket:
@@ -26,7 +24,7 @@ async def connect(host: str, port: int) -> socket.socket:
     Raises:
         OSError: the host has no address, or none could be connected to; the first such error.
     """
-    addresses = interleaved(await _addresses(host, port))
+    addresses = interleaved(await look_up(host, port, socket.SOCK_STREAM))
     winner: asyncio.Future[socket.socket] = asyncio.get_running_loop().create_future()
     attempts: list[asyncio.Task[None]] = []
     errors: list[OSError] = []
@@ -53,14 +51,6 @@ def interleaved(addresses: Iterable[Address]) -> list[Address]:
     for address in addresses:
         families.setdefault(address[0], []).append(address)
     return [each for some in zip_longest(*families.values()) for each in some if each is not None]
-
-
-async def _addresses(host: str, port: int) -> Sequence[Address]:
-    kind = socket.SOCK_STREAM
-    try:  # a number needs no look-up, which takes a thread
-        return socket.getaddrinfo(host, port, type=kind, flags=socket.AI_NUMERICHOST)
-    except socket.gaierror:
-        return await asyncio.get_running_loop().getaddrinfo(host, port, type=kind)
 
 
 async def _attempt(

@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache, partial
@@ -79,8 +80,16 @@ def machine_secret() -> bytes:
 
 
 def own_hosts() -> frozenset[str]:
-    """Return the addresses of the interfaces of this machine, some seconds old at most."""
-    return _hosts_at(int(time.monotonic() / HOSTS_S))
+    """Return the addresses of the interfaces of this machine, some seconds old at most.
+
+    Where they cannot be listed, as with too many open files, they are those of the last time.
+    """
+    with suppress(OSError):
+        _last[:] = [_hosts_at(int(time.monotonic() / HOSTS_S))]
+    return _last[0]
+
+
+_last = [frozenset[str]()]
 
 
 @lru_cache(maxsize=1)

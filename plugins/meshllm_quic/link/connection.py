@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Final, Protocol
 
 from aioquic.quic import events
+from aioquic.quic.connection import NetworkAddress
 from aioquic.quic.packet import QuicErrorCode
 
 from meshllm.errors import LinkLost, MeshError, PeerFault
@@ -210,8 +211,10 @@ class Connection:
         """Close the connection immediately."""
         self.link.end()
         self.machine.close()
-        self._transmit()
-        self._leave()
+        try:
+            self._transmit()
+        finally:
+            self._leave()
 
     async def wait_closed(self) -> None:
         """Wait up to `CLOSE_WAIT_S` for the end of the connection; then leave it to a timer."""
@@ -251,9 +254,15 @@ class Connection:
             self._soon = None
         if self._gone.is_set():
             return
-        now = self._now()
+        self._send_all(self._now())
+        if self.machine.is_over:
+            self._leave()
+        elif not self._gone.is_set():
+            self._arm()
+
+    def _send_all(self, now: float) -> None:
         self.machine.acknowledge_with_data(now)
-        while datagrams := self.machine.datagrams_to_send(now):
+        while datagrams := self._datagrams(now):
             if self._routes:
                 self._routes.rotate(-1)
                 self.route = self._routes[-1]
@@ -264,10 +273,14 @@ class Connection:
             if not self.link.unsent:
                 break
             self.link.flush()
-        if self.machine.is_over:
-            self._leave()
-        else:
-            self._arm()
+
+    def _datagrams(self, now: float) -> list[tuple[bytes, NetworkAddress]]:
+        """Return the datagrams to send; none if none can be, which ends the connection."""
+        try:
+            return self.machine.datagrams_to_send(now)
+        except PeerFault as fault:
+            self._break(self._fault(str(fault)))
+            return []
 
     def _now(self) -> float:
         """Return the time, never before a fired deadline: loop timers may fire early."""

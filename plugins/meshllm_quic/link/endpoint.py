@@ -1,6 +1,7 @@
 """The UDP socket of a process, and the demultiplexing of its datagrams."""
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +34,8 @@ from meshllm_quic.wire.packets import (
     is_quic,
 )
 from meshllm_quic.wire.routes import Direct, Route, ViaRelay, show
+
+logger = logging.getLogger(__name__)
 
 HOSTS_S: Final = 5.0
 """Interval between checks of the addresses of this machine."""
@@ -387,7 +390,11 @@ class Endpoint:
     def _check_hosts(self) -> None:
         """Check the interfaces; after a change, register again, notify, and send offers."""
         self._hosts_timer = self._loop.call_later(HOSTS_S, self._check_hosts)
-        hosts = tuple(self._socket.hosts())
+        try:
+            hosts = tuple(self._socket.hosts())
+        except OSError as error:  # too many open files: the last ones are probably still right
+            logger.info("cannot list the interfaces: %s", error)
+            return
         if set(hosts) == set(self._hosts):
             return
         self._hosts = hosts

@@ -26,8 +26,8 @@ from aioquic.quic.connection import (
     QuicConnectionError,
     QuicReceiveContext,
 )
-from aioquic.quic.packet import QuicErrorCode, QuicFrameType
-from aioquic.quic.packet_builder import QuicPacketBuilder
+from aioquic.quic.packet import QuicErrorCode, QuicFrameType, QuicHeader
+from aioquic.quic.packet_builder import QuicPacketBuilder, QuicPacketBuilderStop
 from aioquic.quic.recovery import QuicPacketSpace
 from aioquic.quic.stream import QuicStream, QuicStreamReceiver
 from aioquic.tls import Epoch
@@ -47,6 +47,8 @@ MAX_PIECES = 256
 """Ranges of a stream, shorter than `PIECE_BYTES`, that may wait for what precedes them."""
 PIECE_BYTES = 1024
 """What follows a lost datagram is at least so long while a stream is busy."""
+MAX_TOKEN_BYTES = 512
+"""Of a Retry token; ours have about 90, those of other servers up to some 200."""
 MAX_CRYPTO_BYTES = 16 * 1024
 """Of a handshake, that may wait for what precedes them; RFC 9000 section 7.5 asks for 4096."""
 KEY_PACKETS = 1 << 22
@@ -141,11 +143,17 @@ class ConnectionMachine(QuicConnection):
             raise PeerFault(f"Malformed datagram: {type(error).__name__}") from error
 
     def datagrams_to_send(self, now: float) -> list[tuple[bytes, NetworkAddress]]:
-        """Return the datagrams to send; aioquic lets a peer replace each stream that has ended."""
+        """Return the datagrams to send; raise `PeerFault` if the peer has made that impossible.
+
+        aioquic lets a peer replace each stream that has ended; here there are as many as at first.
+        """
         if self._packet_number >= self._update_at:
             self._update_at = self._packet_number + KEY_PACKETS
             self.request_key_update()
-        datagrams = super().datagrams_to_send(now)
+        try:
+            datagrams = super().datagrams_to_send(now)
+        except QuicPacketBuilderStop as error:  # no packet has room for what the peer made us send
+            raise PeerFault("No packet can be sent to it") from error
         if not self._is_client:
             self._local_max_streams_bidi.value = len(STREAMS)
         return datagrams
@@ -215,6 +223,22 @@ class ConnectionMachine(QuicConnection):
             )
         super()._handle_crypto_frame(context, frame_type, buf)
         _check_pieces(receiver, frame_type)
+        if len(self.tls._receive_buffer) > MAX_CRYPTO_BYTES:  # of a message that is incomplete
+            raise QuicConnectionError(
+                error_code=QuicErrorCode.CRYPTO_BUFFER_EXCEEDED,
+                frame_type=frame_type,
+                reason_phrase="Too long a message of the handshake",
+            )
+
+    def _receive_retry_packet(
+        self, header: QuicHeader, packet_without_tag: bytes, now: float
+    ) -> None:
+        """Ignore a token that would fill the Initial packets in which it is returned.
+
+        Anyone on the path can make a Retry packet; its tag needs no secret.
+        """
+        if len(header.token) <= MAX_TOKEN_BYTES:
+            super()._receive_retry_packet(header, packet_without_tag, now)
 
     def _handle_stream_frame(self, context: QuicReceiveContext, frame_type: int, buf: Any) -> None:
         super()._handle_stream_frame(context, frame_type, buf)

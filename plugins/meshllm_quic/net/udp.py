@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from meshllm.transport.interfaces import hosts
+from meshllm.transport.names import look_up
 from meshllm_quic.net.network import Address, Receive, Refused
 
 BUFFER_BYTES = 4 * 1024 * 1024  # Linux's default of 212992 drops bursts; the kernel may grant less
@@ -209,9 +210,8 @@ class UdpNetwork:
         Raises:
             OSError: the name cannot be resolved.
         """
-        loop = asyncio.get_running_loop()
         try:
-            found = await loop.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+            found = await look_up(host, port, socket.SOCK_DGRAM)
         except UnicodeError as error:  # an invalid IDNA label
             raise OSError(errno.EINVAL, f"invalid host `{host}`") from error
         return list(dict.fromkeys(_address(sockaddr) for *_, sockaddr in found))

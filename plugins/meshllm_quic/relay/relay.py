@@ -243,13 +243,14 @@ class Relay:
             return Refusal.KEY
         if registration is not None and registration.key != packet.key:
             return Refusal.TAKEN
-        if registration is None and self._is_full() and not self._may_displace(network_of(host)):
-            return Refusal.FULL
         is_new = registration is None or registration.host != host
         if is_new and self._has_many(host):
             return Refusal.HOST
-        is_own = self._host_verifications.of(host).take(1, now)
-        if not (is_own and self._verifications.take(1, now)):
+        if not self._host_verifications.of(host).take(1, now):
+            return Refusal.BUSY
+        if registration is None and self._is_full() and not self._may_displace(network_of(host)):
+            return Refusal.FULL
+        if not self._verifications.take(1, now):
             return Refusal.BUSY
         return None if _verify(packet) else Refusal.SIGNATURE
 

@@ -1,6 +1,7 @@
 """Addresses of peers that lead to this machine, or carry more than a host and a port."""
 
 import asyncio
+import errno
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from meshllm.node.net.peer_address import (
     Machine,
     is_literal,
     machine_secret,
+    own_hosts,
     permitted,
     target,
 )
@@ -203,3 +205,15 @@ def test_a_tag_shows_which_nodes_are_on_this_machine() -> None:
 
 def test_the_secret_of_a_machine_lasts() -> None:
     assert machine_secret() == machine_secret() != b""
+
+
+def test_hosts_that_cannot_be_listed_are_those_of_the_last_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(_: int) -> frozenset[str]:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    before = own_hosts()
+    monkeypatch.setattr(peer_address, "_hosts_at", fail)
+
+    assert own_hosts() == before

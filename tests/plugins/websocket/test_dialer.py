@@ -56,6 +56,8 @@ async def answering(answer: bytes) -> AsyncIterator[str]:
     ("answer", "reason"),
     [
         (b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 5\r\n\r\nsorry", "handshake: HTTP 502"),
+        (b"HTTP/1.1 502 Bad Gateway\r\n\r\n<html>", "handshake: HTTP 502"),
+        (b"HTTP/1.1 403 No\r\nContent-Length: 9999\r\n\r\n<html>", "handshake: HTTP 403"),
         (b"HTTP/1.1 200 OK\r\n\r\nhello", "is not a WebSocket server"),
         (b"HTTP/1.1 101 Switching Protocols\r\n\r\n", "handshake: HTTP 101"),
         (b"SSH-2.0-OpenSSH_9.2\r\n\r\n", "is not a WebSocket server"),

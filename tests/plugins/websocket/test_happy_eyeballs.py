@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from meshllm.transport.names import Address
 from meshllm_websocket import happy_eyeballs
-from meshllm_websocket.happy_eyeballs import Address, connect, interleaved
+from meshllm_websocket.happy_eyeballs import connect, interleaved
 
 pytestmark = pytest.mark.socket
 
@@ -41,7 +42,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> list[Address]:
     async def look_up(*_: object) -> list[Address]:
         return addresses
 
-    monkeypatch.setattr(happy_eyeballs, "_addresses", look_up)
+    monkeypatch.setattr(happy_eyeballs, "look_up", look_up)
     return addresses
 
 

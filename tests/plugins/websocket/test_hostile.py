@@ -30,7 +30,7 @@ from meshllm.transport.lanes import BACK, CREDIT, FIRST, NEXT, PIECE_BYTES
 from meshllm_websocket import WebsocketTransport, listener
 from meshllm_websocket.frames import MAX_CONTROL, MAX_FRAME_BYTES
 from meshllm_websocket.listener import LIMITS, forwarded_for
-from tests.builders.waiting import timers_fired
+from tests.builders.waiting import timers_fired, until
 
 pytestmark = pytest.mark.socket
 
@@ -197,6 +197,18 @@ async def test_unread_bytes_of_an_unauthenticated_peer_are_limited() -> None:
 
         with pytest.raises(PeerFault, match="exceed the limit of 1000 B"):
             await link.receive()
+
+
+async def test_what_came_before_the_limit_counts() -> None:
+    async with listening() as place, stranger(place) as ((_, writer), link):
+        writer.write(piece(FIRST, MAX_MESSAGE_BYTES, bytes(PIECE_BYTES)))
+        await until(lambda: link._incoming.unread > 1000)
+        link.limit_unread(1000)
+
+        with pytest.raises(PeerFault, match="exceed the limit of 1000 B"):
+            await link.receive()
+        assert link._incoming._lane.body is None
+        await link.close()
 
 
 async def test_nothing_is_read_before_the_link_is_accepted() -> None:

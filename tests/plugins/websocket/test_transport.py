@@ -107,6 +107,16 @@ async def test_no_free_port_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None
             await transport.listen().__aenter__()
 
 
+async def test_what_no_other_port_would_cure_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("meshllm_websocket.transport._serve", fail)
+
+    with pytest.raises(UserError, match="too many open files"):
+        await WebsocketTransport().listen().__aenter__()
+
+
 async def test_a_port_in_use_is_one_line_with_a_hint() -> None:
     async with Local().listen() as listener:
         with pytest.raises(UserError) as caught:

@@ -1,6 +1,7 @@
 """Admission control, and the demultiplexing of datagrams on one socket."""
 
 import asyncio
+import errno
 from typing import Any, cast
 
 import pytest
@@ -20,7 +21,7 @@ from meshllm_quic.link.admission import (
     Admitted,
     ConnectionAdmission,
 )
-from meshllm_quic.link.endpoint import runs
+from meshllm_quic.link.endpoint import HOSTS_S, runs
 from meshllm_quic.link.link import QuicLink
 from meshllm_quic.link.machine import PEER, ConnectionMachine
 from meshllm_quic.transport import QuicTransport
@@ -268,6 +269,27 @@ async def test_without_a_listener_clients_are_ignored() -> None:
         await stranger.open(near)
 
         assert stranger.heard == []
+        await link.close()
+
+
+@virtual
+async def test_interfaces_that_cannot_be_listed_change_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    internet = Internet()
+    near, far = internet.host("near"), internet.host("far")
+    transport = QuicTransport(far)
+    async with transport.listen() as listener:
+        endpoint = transport._endpoint
+        assert endpoint is not None
+
+        def fail() -> list[str]:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        monkeypatch.setattr(endpoint._socket, "hosts", fail)
+        await asyncio.sleep(3 * HOSTS_S)
+
+        link = await QuicTransport(near).dial(listener.address)
         await link.close()
 
 

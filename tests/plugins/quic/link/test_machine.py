@@ -3,14 +3,16 @@
 import pytest
 from aioquic.buffer import encode_uint_var
 from aioquic.quic.connection import QuicConnectionError, QuicReceiveContext
-from aioquic.quic.packet import QuicFrameType
+from aioquic.quic.packet import QuicFrameType, encode_quic_retry
 from aioquic.tls import Epoch
 
+from meshllm.errors import PeerFault
 from meshllm.transport.contract import Channel
 from meshllm_quic.base.identity import Identity
 from meshllm_quic.link.machine import (
     MAX_CRYPTO_BYTES,
     MAX_PIECES,
+    MAX_TOKEN_BYTES,
     PEER,
     PIECE_BYTES,
     ConnectionMachine,
@@ -87,6 +89,60 @@ def test_a_handshake_far_ahead_is_refused_before_memory_is_allocated() -> None:
         take(server, Epoch.INITIAL, piece(CRYPTO, b"", most, b"x"))
     assert not receiver._buffer
     take(server, Epoch.INITIAL, piece(CRYPTO, b"", most - 1, b"x"))
+
+
+def test_a_message_of_the_handshake_without_end_is_refused() -> None:
+    _, server = pair()
+    receiver = server._crypto_streams[Epoch.HANDSHAKE].receiver
+    take(server, Epoch.HANDSHAKE, piece(CRYPTO, b"", 0, b"\x0b\xff\xff\xff"))  # of 16 MiB
+
+    def send() -> None:
+        place = receiver.starting_offset()
+        take(server, Epoch.HANDSHAKE, piece(CRYPTO, b"", place, bytes(1024)))
+
+    for _ in range(MAX_CRYPTO_BYTES // 1024 - 1):
+        send()
+    with pytest.raises(QuicConnectionError, match="Too long a message"):
+        send()
+
+
+def retry(client: ConnectionMachine, token: bytes) -> bytes:
+    version = client._version
+    assert version is not None
+    return encode_quic_retry(
+        version=version,
+        source_cid=b"s" * 8,
+        destination_cid=client.host_cid,
+        original_destination_cid=client.original_destination_connection_id,
+        retry_token=token,
+    )
+
+
+@pytest.mark.parametrize(("length", "is_taken"), [(MAX_TOKEN_BYTES, True), (1171, False)])
+def test_a_token_that_leaves_no_room_is_ignored(length: int, *, is_taken: bool) -> None:
+    client = ConnectionMachine(Identity(b"a" * 32).configure(is_client=True))
+    client.connect(PEER, now=0.0)
+    client.datagrams_to_send(0.0)
+
+    client.receive_datagram(retry(client, b"t" * length), PEER, 0.01)
+    client.close()
+
+    assert bool(client._retry_count) is is_taken
+    assert client.datagrams_to_send(0.02)
+
+
+def test_a_packet_that_cannot_be_built_is_the_fault_of_the_peer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("meshllm_quic.link.machine.MAX_TOKEN_BYTES", 2000)
+    client = ConnectionMachine(Identity(b"a" * 32).configure(is_client=True))
+    client.connect(PEER, now=0.0)
+    client.datagrams_to_send(0.0)
+    client.receive_datagram(retry(client, b"t" * 1171), PEER, 0.01)
+    client.close()
+
+    with pytest.raises(PeerFault, match="No packet can be sent"):
+        client.datagrams_to_send(0.02)
 
 
 def test_a_stream_in_single_bytes_is_refused() -> None:

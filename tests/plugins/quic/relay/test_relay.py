@@ -592,3 +592,15 @@ def test_a_relay_never_amplifies() -> None:
     assert len(relay._registrations) <= limits.registrations
     assert len(relay._hosts) <= limits.registrations
     assert set(relay.statistics.refused) <= set(Refusal)
+
+
+def test_a_host_has_its_own_limit_before_a_full_relay_looks_at_all_networks() -> None:
+    relay = make(RelayLimits(registrations=1))
+    register(relay, A, HOME)
+
+    for _ in range(1000):
+        register(relay, B, CAFE)
+
+    refused = relay.statistics.refused
+    assert refused[Refusal.FULL] > 0
+    assert refused[Refusal.BUSY] > 900
