@@ -63,6 +63,7 @@ class NodeOffer:
         """The offer, also while it is retracted."""
         self.hang = ""
         """How long the compute thread has hung; empty if it responds."""
+        self._workspace = 0  # that the published reserve contains
         self._send = publish
         self._member = member
         self._call_later = call_later
@@ -91,12 +92,16 @@ class NodeOffer:
         self.measured = replace(self.measured, models=tuple(models))
         self.publish(models=tuple(models))
 
-    def begin(self, measured: Profile) -> None:
-        """Publish the offer for a model; what else has changed meanwhile stays."""
+    def begin(self, measured: Profile, workspace: int = 0) -> None:
+        """Publish the offer for a model, which reserves a ``workspace`` of so many bytes.
+
+        What else has changed meanwhile stays.
+        """
         now = self.profile
         if now.shares:  # measured now, what they hold would count twice
-            memory, reserve = now.memory_bytes, now.reserve_bytes
+            memory, reserve = now.memory_bytes, now.reserve_bytes + workspace - self._workspace
             measured = replace(measured, memory_bytes=memory, reserve_bytes=reserve)
+        self._workspace = workspace
         self._slow, self._lack_s = 1.0, RESTORE_S
         self.measured = replace(measured, models=now.models)
         self.profile = replace(

@@ -219,7 +219,7 @@ class RingServer:
                 span=None,
             )
         self.supply.begin(offered.weights, model.source.folder)
-        self.offer.begin(offered)
+        self.offer.begin(offered, ring.shape.workspace_bytes)
         runtime = self.member.begin(model)
         self._parts.weights.offer(ring.config_digest, lambda: preparation.parts(model))
         model.obtain = self.supply.obtain

@@ -273,6 +273,7 @@ class StateStore:
                 before = _read(path)
                 content = change(self._content if before is None else before)
                 _draft(path, json.dumps(content, indent=2).encode()).replace(path)
+                _sync(self.folder)
                 with self._holding:
                     self._held = _stamp(path), content
         except OSError as error:
@@ -325,6 +326,7 @@ def _first_seed(path: Path) -> bytes:
     draft = _draft(path, secrets.token_hex(SEED_BYTES).encode() + b"\n")
     try:
         path.hardlink_to(draft)
+        _sync(path.parent)
     except FileExistsError:
         pass
     finally:
@@ -393,6 +395,16 @@ def _draft(path: Path, data: bytes) -> Path:
         draft.unlink(missing_ok=True)
         raise
     return draft
+
+
+def _sync(folder: Path) -> None:
+    """Write a new name in a folder to the disk."""
+    with suppress(OSError):  # the file system syncs no folders
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _unusable(folder: Path, error: OSError) -> UserError:

@@ -36,7 +36,8 @@ A node that does not understand some part of the charter agrees to no plan, publ
 in its state, and is not a candidate for the others.
 """
 
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from meshllm.errors import UserError
@@ -118,7 +119,7 @@ def agree(view: MeshView, before: Agreement | None = None) -> Agreement:
     followed = {node: plan for node, plan in known.items() if is_of_group(view, plan)}
     plans = [plan for node, plan in followed.items() if node in here]
     incumbent = max(plans, key=lambda plan: plan.precedence, default=None)
-    found = find_candidates(view, here, nodes_of(incumbent) if incumbent else ())
+    found = find_candidates(view, here, _ring_of_most(followed, here))
     plan, ahead, standbys = None, None, found.waiting
     best = before.best if before else None
     try:
@@ -152,6 +153,18 @@ def agree(view: MeshView, before: Agreement | None = None) -> Agreement:
         ahead,
         best,
     )
+
+
+def _ring_of_most(followed: Mapping[NodeId, Plan], here: Collection[NodeId]) -> Sequence[NodeId]:
+    """Return the nodes of the plan that most of its living nodes follow; of several, the latest.
+
+    Not simply those of the latest: any member can claim to follow one, of itself alone.
+    """
+    counts = Counter(
+        plan for node, plan in followed.items() if node in here and plan.rank(node) is not None
+    )
+    most = max(counts, key=lambda plan: (counts[plan], plan.precedence), default=None)
+    return nodes_of(most) if most else ()
 
 
 def _has_served(view: MeshView, here: Collection[NodeId], known: Mapping[NodeId, Plan]) -> bool:

@@ -116,13 +116,16 @@ class GroupTable:
     def _can_work(self, group: GroupId, plan: Plan) -> bool:
         """Return whether nodes of a ring can load their layers, and have memory and links for them.
 
-        They tell of the plan that they followed last, also when it no longer works, or when its
-        entry may no longer be one.
+        They tell of the plan that they followed last, also when it no longer works, when it was
+        that of another model, or when its entry may no longer be one.
         """
-        ring = [at.node for at in plan.stages]
-        numbers = [self.numbers[group]] if group in self.numbers else []
-        entries = [self.groups[number].charter.entries for number in numbers]
-        if any(each and ring[0] not in each for each in entries):
+        if group not in self.numbers:
+            return False
+        ring, charter = [at.node for at in plan.stages], self.groups[self.numbers[group]].charter
+        model = charter.shape.name, charter.shape.layers, charter.ends
+        if (plan.model, plan.layers, plan.ends) != model:
+            return False
+        if charter.entries and ring[0] not in charter.entries:
             return False
         if any(map(self._refuse, ring, (*ring[1:], ring[0]))):
             return False

@@ -72,6 +72,12 @@ def asker_of(scope: PrefixScope) -> Asker:
     return None if is_owners(scope) else name
 
 
+def turn_of(scope: PrefixScope) -> tuple[Asker, str]:
+    """Return whose turn a request takes, and the name in whose scope another node asks it."""
+    node, name = scope
+    return asker_of(scope), name if node is not None else ""
+
+
 @dataclass(frozen=True, slots=True)
 class _Demand:
     """What a generation asks for."""

@@ -12,7 +12,8 @@ Theory of operation
         '---------------------------------- Follow <----------------------------------'
 
 When a node joins or leaves, its links change one by one, and each change could give a short-lived
-plan: a plan is settled once it has not changed for a while (debounce).
+plan: a plan is settled once it has not changed for a while (debounce), or after twice that time if
+plans keep changing, as with a round trip that changes what is best.
 
 If the ring of the followed plan still serves, it goes on while each node of the next plan loads
 what it lacks, as far as its memory allows, and publishes that it has prepared. A node that is not
@@ -95,6 +96,7 @@ class PlanChange:
         self.state = PlanChangeState.FOLLOWING
         self._wanted: tuple[Plan | None, float] | None = None  # since it settles
         self._settled_at = 0.0
+        self._settles: tuple[float, float] | None = None  # since when, and its longest `settle_s`
         self._latest: float | None = None  # when the next plan is followed, prepared or not
 
     @property
@@ -111,6 +113,7 @@ class PlanChange:
     def reset(self) -> None:
         """Begin again, with nothing followed."""
         self.state, self._wanted, self._latest = PlanChangeState.FOLLOWING, None, None
+        self._settles = None
 
     def look(self, outlook: Outlook, now: float) -> list[Prepare | Follow]:
         """Decide what to do now; called after each change, and at the deadline."""
@@ -122,13 +125,15 @@ class PlanChange:
         if self.state is PlanChangeState.PREPARING and self._wanted and self._wanted[0] == plan:
             return self._prepared(outlook, now)
         if wanted != self._wanted:
-            self._wanted, self._settled_at = wanted, now + outlook.settle_s
-            self.state = PlanChangeState.SETTLING
+            self._wanted, self.state = wanted, PlanChangeState.SETTLING
+            since, longest_s = self._settles or (now, 0.0)
+            self._settles = since, max(longest_s, outlook.settle_s)
+            self._settled_at = min(now + outlook.settle_s, since + 2 * self._settles[1])
         if now < self._settled_at and not outlook.is_begun:
             return []
         if plan is None or not outlook.is_whole or outlook.is_begun:
             return self._follow(plan)
-        self.state = PlanChangeState.PREPARING
+        self.state, self._settles = PlanChangeState.PREPARING, None
         self._latest = now + PREPARE_S if self._latest is None else self._latest
         return [Prepare(plan), *self._prepared(outlook, now)]
 

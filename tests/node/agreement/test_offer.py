@@ -406,6 +406,16 @@ def test_another_model_of_the_first_ring_keeps_shares_and_what_they_leave(case: 
     assert [each.memory_bytes for each in told.shares] == [150]
 
 
+def test_another_model_of_the_first_ring_reserves_its_own_workspace(case: Case) -> None:
+    case.offer.begin(replace(MEASURED, reserve_bytes=100), workspace=40)
+    case.offer.share(ONE, replace(profile(1), memory_bytes=150))
+    case.offer.end()
+
+    case.offer.begin(replace(MEASURED, reserve_bytes=999), workspace=70)
+
+    assert case.told[-1].reserve_bytes == 130
+
+
 def test_a_ring_that_runs_out_of_memory_leaves_the_shares(case: Case) -> None:
     case.offer.share(ONE, replace(profile(1), memory_bytes=250))
     case.fail(OutOfMemory("", needed_bytes=10))

@@ -890,3 +890,15 @@ def test_lost_layers_that_are_computed_sooner_may_make_a_token_slower_by_the_sla
     world = World({**profiles, D: spare}, WIDE, apart_ms, followed=followed)
 
     assert spans(planned(replace(world, gone={B}).agree(A))) == after
+
+
+def test_a_claimed_plan_takes_no_precedence_from_a_ring() -> None:
+    plan = ring((A, 0, 2), (B, 2, 4))
+    claimed = ring((C, 0, 4), epoch=plan.epoch + 1)
+    profiles = {A: profile(4), B: profile(4), C: replace(profile(1), version="another")}
+
+    agreement = World(profiles, followed={A: plan, B: plan, C: claimed}).agree(A)
+
+    assert {stage.node for stage in planned(agreement).stages} <= {A, B}
+    assert planned(agreement).epoch > claimed.epoch
+    assert set(agreement.refused) == {C}

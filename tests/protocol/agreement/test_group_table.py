@@ -17,6 +17,7 @@ from tests.builders.model_groups import (
     refusing,
     retracted,
     ring,
+    using,
     view_of,
 )
 from tests.builders.offers import A, B, C, D
@@ -32,6 +33,18 @@ def test_a_ring_that_works_is_complete_whatever_the_estimate_says() -> None:
 
     assert assign(view) == places
     assert shortage(view) == {}
+
+
+@pytest.mark.parametrize("name", ["m1", "m2"])
+def test_a_plan_of_another_model_makes_no_group_complete(name: str) -> None:
+    charter = mesh_of(model(1, 2), model(2, 4))
+    second = group(charter, 2)
+    places = {A: second, B: second}
+    left = ring(name, (A, 0, 2))  # of the ring that A has left, or of too few layers
+
+    view = using(view_of(charter, {A: 2, B: 2}, places, {A: left}), 2)
+
+    assert assign(view) == places
 
 
 @pytest.mark.parametrize("why", ["less memory", "a larger context"])

@@ -84,6 +84,18 @@ def test_another_plan_or_another_time_to_settle_begins_again() -> None:
     assert machine.look(replace(BROKEN, plan=OTHER, settle_s=0.15), 0.7) == [Follow(OTHER)]
 
 
+def test_plans_that_keep_changing_settle_after_twice_the_time() -> None:
+    machine, plans = PlanChange(), [NEW, OTHER] * 10
+    followed = [
+        now / 10
+        for now, plan in enumerate(plans)
+        if machine.look(replace(BROKEN, plan=plan), now / 10)
+    ]
+
+    assert followed[0] == 1.0
+    assert machine.state is PlanChangeState.SETTLING  # as the next one is agreed on
+
+
 def test_that_there_is_no_plan_any_more_is_followed() -> None:
     machine, outlook = PlanChange(), replace(WHOLE, plan=None)
     machine.look(outlook, 0.0)
