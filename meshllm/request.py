@@ -94,6 +94,7 @@ class Sampling:
     """Random seed: the same seed gives the same text."""
 
 
+MAX_STOPS = 64  # stop texts of a request: each is searched after each token
 NEVER = -9999.0  # log probability of what cannot be, as in OpenAI's API: JSON has no infinity
 RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 100),

@@ -13,7 +13,7 @@ from meshllm.model.shape import CachedShape, ModelShape
 from meshllm.model.split.anatomy import PROBE, run_on_meta, stubbed
 from meshllm.model.split.kv_cache import SpanCache, WindowLayer, tensors_in
 from meshllm.model.split.rope import context_of
-from meshllm.model.split.skeleton import Skeleton, build
+from meshllm.model.split.skeleton import Skeleton, build, row_dtype
 from meshllm.names import Quant, Span
 
 UNLIMITED = 1 << 20  # tokens; for the rare config without a context length
@@ -61,7 +61,7 @@ def shape_of(
         vocab_size=config.vocab_size,
         context=context_of(config) or UNLIMITED,
         dtype=str(dtype).removeprefix("torch."),
-        itemsize=dtype.itemsize,
+        itemsize=row_dtype(config, dtype).itemsize,
         windows=windows,
         state_bytes=state_bytes,
     )

@@ -12,6 +12,7 @@ from transformers import (
     FalconConfig,
     Lfm2Config,
     LlamaConfig,
+    MambaConfig,
     MixtralConfig,
     Qwen3Config,
 )
@@ -208,3 +209,13 @@ def test_quantised_weights_are_counted_as_stored_in_memory(tmp_path: Path, tied:
     assert 0.5 * plain.layer_bytes[0] < shape.layer_bytes[0] < 0.8 * plain.layer_bytes[0]
     assert shape.embed_bytes == plain.embed_bytes
     assert 512 * 64 <= shape.head_bytes <= 0.7 * plain.embed_bytes
+
+
+def test_rows_of_float32_beside_weights_of_bfloat16_are_counted(tmp_path: Path) -> None:
+    config = MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=32, state_size=4)
+    assert config.residual_in_fp32
+    config.save_pretrained(tmp_path)
+
+    shape = shape_of(open_folder("mamba", tmp_path), torch.bfloat16)
+
+    assert (shape.dtype, shape.itemsize) == ("bfloat16", 4)

@@ -31,7 +31,13 @@ from meshllm.model.kernels.ir import (
     bits_of,
     float_of,
 )
-from meshllm.model.kernels.jit import JitFunction, has_cpu_feature, jit_available, registers
+from meshllm.model.kernels.jit import (
+    JitFunction,
+    has_cpu_feature,
+    has_fma,
+    jit_available,
+    registers,
+)
 
 THREADED = 1 << 16  # values of keys times rows, some 4 us; to start threads takes 1 us
 
@@ -50,7 +56,7 @@ _DTYPES = torch.bfloat16, torch.float32
 
 def takes(key: Tensor) -> bool:
     """Whether this kernel supports such keys on this machine."""
-    return key.dtype in _DTYPES and key.device.type == "cpu" and jit_available()
+    return key.dtype in _DTYPES and key.device.type == "cpu" and jit_available() and has_fma()
 
 
 def attend(

@@ -168,6 +168,13 @@ def is_listed_by_linux(feature: str) -> bool:
     return any(feature in words for words in lists)
 
 
+@cache
+def has_fma() -> bool:
+    """Whether the CPU has an instruction for `Code.fma`; else each is a call of a slow routine."""
+    is_x86 = platform.machine().lower() in {"x86_64", "amd64"}
+    return not is_x86 or has_cpu_feature("fma")
+
+
 def has_cpu_feature(*features: str) -> bool:
     """Whether the CPU has any of these LLVM features."""
     return not {f"+{feature}" for feature in features}.isdisjoint(processor()[1].split(","))

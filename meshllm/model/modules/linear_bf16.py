@@ -126,5 +126,6 @@ def choose_kernel(like: nn.Linear) -> LinearKernel:
 
 @cache
 def use_own_gemm() -> bool:
-    """Whether this CPU has no bf16 instructions and can run compiled kernels."""
-    return jit.jit_available() and not has_bf16_dot() and not multiplies_matrices()
+    """Whether this CPU has no bf16 instructions and runs compiled kernels fast."""
+    is_able = jit.jit_available() and jit.has_fma()
+    return is_able and not has_bf16_dot() and not multiplies_matrices()

@@ -33,11 +33,14 @@ from meshllm.model.parity.verdict import Verdict
 from meshllm.model.pauses import pause
 from meshllm.model.split.anatomy import PROBE_ERRORS
 from meshllm.model.split.rope import context_of
-from meshllm.model.split.skeleton import Part, quiet
+from meshllm.model.split.skeleton import Part, build, quiet
 from meshllm.model.steps.load import load_shard
 from meshllm.model.text.tokenizer import Text
 
 log = logging.getLogger(__name__)
+
+MAX_TINY = 64 << 20
+"""Weights of a tiny model: a field that shrinking does not know may be any number."""
 
 PROMPT = "A ring of strangers computes a sentence"
 
@@ -241,7 +244,7 @@ def _write(session: Session, ids: Tensor, prompt: int) -> list[Tensor]:
 def _measure_like(config: PreTrainedConfig, table: FamilyTable, depth: Depth) -> Verdict:
     """Measure a tiny model with the config's switches, or else with those of its type."""
     try:
-        return measure(shrink(config, table), depth)
+        return measure(_within_memory(shrink(config, table)), depth)
     except PROBE_ERRORS as error:  # shrinking breaks related widths in some types
         log.warning(
             "`%s` is checked with the default switches of its type instead of its own: %s",
@@ -253,6 +256,14 @@ def _measure_like(config: PreTrainedConfig, table: FamilyTable, depth: Depth) ->
     except PROBE_ERRORS as error:
         reason = f"the stock model does not run in a tiny size: {describe(error)}"
         return Verdict(config.model_type, equal=False, reason=reason)
+
+
+def _within_memory(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return a tiny config; raise `ModelError` if a size that shrinking does not know is large."""
+    model = build(config, torch.float32).model
+    if (count := sum(each.numel() for each in (*model.parameters(), *model.buffers()))) > MAX_TINY:
+        raise ModelError(f"a tiny model of its config has {count} weights, more than {MAX_TINY}")
+    return config
 
 
 def _key(config: PreTrainedConfig) -> tuple[str, ...]:

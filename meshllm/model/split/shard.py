@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from meshllm.errors import ModelError
 from meshllm.model.split.kv_cache import SpanCache
 from meshllm.model.split.rope import pin_frequencies
-from meshllm.model.split.skeleton import Part, Skeleton
+from meshllm.model.split.skeleton import Part, Skeleton, row_dtype
 from meshllm.model.split.stubs import EndOfSpan, LayerStub, first, with_first
 from meshllm.model.wire.payload import RowFormat
 from meshllm.names import Quant
@@ -68,8 +68,7 @@ class Shard:
     def row_format(self) -> RowFormat:
         """The format of the hidden states before and after layers."""
         config = self.model.config.get_text_config(decoder=True)
-        is_wide = getattr(config, "residual_in_fp32", False)
-        return RowFormat(config.hidden_size, torch.float32 if is_wide else config.dtype)
+        return RowFormat(config.hidden_size, row_dtype(config, config.dtype))
 
     def layer(self, index: int) -> nn.Module:
         """Return a layer by its index in the whole model; a stub if it is outside the span."""

@@ -24,6 +24,11 @@ MAX_ANATOMIES = 64
 _ANATOMIES = dict[tuple[type, str], Anatomy]()  # by class and config: a third of a build
 
 
+def row_dtype(config: Any, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of hidden states between layers; ``dtype`` is that of the weights."""
+    return torch.float32 if getattr(config, "residual_in_fp32", False) else dtype
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """A part of a model: a span of layers, with or without the ends."""

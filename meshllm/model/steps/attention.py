@@ -25,6 +25,7 @@ from meshllm.model.modules import quant_matrix
 from meshllm.model.modules.kernel_choice import has_bf16_dot
 
 SCORES = 1 << 20  # attention scores computed at a time
+FLOAT_BYTES = 64 << 20  # of copies of keys and values in float32, at most, or those of one head
 NARROW = 512
 """Numbers of a row, in all of its query heads, below which kernels differ little: those of such
 models, the embedded one among them, are not measured, which would take longer than an answer."""
@@ -166,7 +167,8 @@ def _in_blocks(
 
     A block has as many rows as keep their scores in the CPU cache. Scores keep the layout of the
     product with the keys, one column per row, so nothing is transposed. All is float32 until the
-    end, which takes less than half the time; on CPUs with bfloat16 matrix instructions, scores are
+    end, which takes less than half the time, in one head of keys after the other where copies of
+    all would take much memory; on CPUs with bfloat16 matrix instructions, scores are
     rounded to bfloat16, as in transformers' eager attention.
     """
     heads, rows, width = query.shape[1:]
@@ -174,6 +176,10 @@ def _in_blocks(
     each, past = heads // groups, keys - rows
     mixed = query.new_empty(1, rows, heads, value.shape[3])
     if query.dtype == torch.bfloat16 and not quant_matrix.multiplies_matrices():
+        if groups > 1 and 4 * (key.numel() + value.numel()) > FLOAT_BYTES:
+            heads_of = (query.chunk(groups, 1), key.chunk(groups, 1), value.chunk(groups, 1))
+            parts = zip(*heads_of, strict=True)
+            return torch.cat([_in_blocks(*part, scale, window) for part in parts], 2)
         query, key, value = query.float(), key.float(), value.float()
     most = max(COLUMNS, SCORES // (groups * keys)) // each or 1
     times = -(-rows // most)

@@ -64,6 +64,8 @@ class ChatStyle:
             options["tools"] = [{"type": "function", "function": each.fields} for each in functions]
         if thinks is not None and self.takes_thinking:
             options["enable_thinking"] = thinks
+        elif thinks and self.takes_effort:
+            pass  # such a template has an effort of its own
         elif thinks is not None and thinks is not (self.reasoning is not None):
             text = "always reasons" if self.reasoning else "does not reason before its answers"
             raise WrongField("reasoning_effort", f"The model {text}")

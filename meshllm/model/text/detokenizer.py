@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
+from meshllm.request import MAX_STOPS
 from meshllm.strict_json import WrongField
 
-MAX_STOPS = 64  # each is searched after each token
 MAX_STOP_CHARS = 1024
 
 _REPLACEMENT = "\ufffd"

@@ -144,8 +144,7 @@ class Text:
 
     def thread_of(self, request: Request) -> Executor:
         """Return the thread that tokenizes a prompt: raw and short, a short chat, or long."""
-        tools = request.tools.functions if request.tools else ""
-        if len(request.raw or "") + _length(request.turns) + len(tools) > SHORT_CHARS:
+        if is_long(request):
             return self._long
         return self._chats if request.raw is None else self._texts
 
@@ -330,6 +329,17 @@ def _longest_beside(overdue: Sequence[int]) -> float:
     least = min(overdue, default=inf)
     most = least / OVERDUE_SHARE
     return max(most, SHORT_CHARS) if least > SHORT_CHARS else most
+
+
+def is_long(request: Request) -> bool:
+    """Return whether to tokenize the prompt of a request may take seconds."""
+    return length_of(request) > SHORT_CHARS
+
+
+def length_of(request: Request) -> int:
+    """Return the characters of a prompt that a client writes."""
+    tools = request.tools.functions if request.tools else ""
+    return len(request.raw or "") + _length(request.turns) + len(tools)
 
 
 def _length(turns: Iterable[Turn]) -> int:

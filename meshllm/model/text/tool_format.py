@@ -29,7 +29,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 CALLS, ARGS = "[TOOL_CALLS]", "[ARGS]"
 PYTHON_TAG = "<|python_tag|>"
 MARKERS = (OPEN, CLOSE, CALLS, ARGS, PYTHON_TAG)
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")  # OpenAI allows 64, Anthropic 128
 _COMPACT = {  # how models write JSON; endless white space would be valid, too
     "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 }

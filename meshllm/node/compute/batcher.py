@@ -14,6 +14,7 @@ tenth of a hop.
 """
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -23,8 +24,11 @@ from threading import Lock
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
+from meshllm.errors import MeshError
 from meshllm.names import SessionId
 from meshllm.node.compute.worker import Worker, as_exception
+
+logger = logging.getLogger(__name__)
 
 MOST_OVERTAKEN = 3
 """Chunks of shorter prompts that run before the oldest one."""
@@ -251,16 +255,42 @@ def attempt(function: Callable[..., Any], *args: Any) -> Any:
         return as_exception(error)
 
 
-def map_valid(run: Callable[[list[Any]], Sequence[Any]], values: Sequence[Any]) -> list[Any]:
-    """Apply ``run`` to all values in one call, except None and exceptions, which stay."""
+def map_valid(
+    run: Callable[[list[Any]], Sequence[Any]],
+    values: Sequence[Any],
+    reset: Callable[[Any], None] = lambda _: None,
+) -> list[Any]:
+    """Apply ``run`` to all values in one call, except None and exceptions, which stay.
+
+    If it raises, as when the cache of one session cannot grow, it is applied to each value by
+    itself, after ``reset`` has undone what the first call did for it.
+    """
     results, places, given = list(values), list[int](), list[Any]()
     for place, value in enumerate(values):
         if value is not None and not isinstance(value, Exception):
             places.append(place)
             given.append(value)
-    for place, result in zip(places, run(given) if given else (), strict=True):
+    for place, result in zip(places, _run_all(run, given, reset), strict=True):
         results[place] = result
     return results
+
+
+def _run_all(
+    run: Callable[[list[Any]], Sequence[Any]], values: list[Any], reset: Callable[[Any], None]
+) -> Sequence[Any]:
+    if len(values) < 2:
+        return run(values) if values else ()
+    try:
+        return run(values)
+    except (MeshError, RuntimeError, MemoryError) as error:  # the last two: out of memory
+        logger.warning("%d jobs are run one by one: %s", len(values), error)
+
+    def run_one(value: Any) -> Any:
+        reset(value)
+        (result,) = run([value])
+        return result
+
+    return [attempt(run_one, value) for value in values]
 
 
 async def _raise(error: Exception) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from meshllm.model.split.session_cache import SessionCache
 from meshllm.node.compute.batcher import attempt, map_valid
 from meshllm.node.compute.stopwatch import Stopwatch
+from meshllm.node.session.continued_cache import crop_cache
 from meshllm.node.session.generation import EntryRunners, Generation
 from meshllm.node.session.split_head import HeadParts, SplitStep
 from meshllm.protocol.session.actions import Embed, Pick
@@ -61,7 +62,9 @@ def sample_batch(
         else attempt(sample.generation.next_step, sample.watch_ahead)
         for sample, each in zip(samples, picked, strict=True)
     ]
-    ran = map_valid(lambda good: _fronts(runners, good), steps)
+    ran = map_valid(
+        lambda good: _fronts(runners, good), steps, lambda step: crop_cache(step[2], step[0].pos)
+    )
     yield [
         each
         if each is None or isinstance(each, Exception)

@@ -261,12 +261,18 @@ class StageNode:
             yield from self._steps_of(steps)
 
     def _steps_of(self, steps: Sequence[tuple[Compute, Stopwatch]]) -> Iterator[Sequence[Any]]:
-        def run(opened: list[tuple[_StageSession, Tensor]]) -> list[tuple[_StageSession, Tensor]]:
-            caches = [held.cache for held, _ in opened]
-            outputs = self._runner.step_many([hidden for _, hidden in opened], caches)
-            return [(held, output) for (held, _), output in zip(opened, outputs, strict=True)]
+        def run(
+            opened: list[tuple[_StageSession, Tensor, int]],
+        ) -> list[tuple[_StageSession, Tensor]]:
+            caches = [held.cache for held, _, _ in opened]
+            outputs = self._runner.step_many([hidden for _, hidden, _ in opened], caches)
+            return [(held, output) for (held, *_), output in zip(opened, outputs, strict=True)]
 
-        ran = map_valid(run, [attempt(self._opened, *step) for step in steps])
+        def open_step(job: Compute, watch: Stopwatch) -> tuple[_StageSession, Tensor, int]:
+            return *self._opened(job, watch), job.pos
+
+        opened = [attempt(open_step, *step) for step in steps]
+        ran = map_valid(run, opened, lambda step: crop_cache(step[0].cache, step[2]))
         sent = [
             result if isinstance(result, Exception) else attempt(self._sealed, job, *result, watch)
             for result, (job, watch) in zip(ran, steps, strict=True)

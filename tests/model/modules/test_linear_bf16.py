@@ -18,6 +18,7 @@ from meshllm.model.modules.linear_bf16 import (
     choose_kernel,
     has_native,
     to_native,
+    use_own_gemm,
 )
 from meshllm.model.modules.quant_matrix import multiplies_matrices
 
@@ -169,3 +170,15 @@ def test_nan_affects_only_its_row() -> None:
 
     assert given[1].isnan().all()
     assert torch.equal(given[::2], clean[::2])
+
+
+@pytest.mark.parametrize("has_fma", [True, False])
+def test_without_an_instruction_to_multiply_and_add_kernels_are_measured(
+    monkeypatch: pytest.MonkeyPatch, *, has_fma: bool
+) -> None:
+    monkeypatch.setattr(linear_bf16, "has_bf16_dot", lambda: False)
+    monkeypatch.setattr(linear_bf16, "multiplies_matrices", lambda: False)
+    monkeypatch.setattr(jit, "jit_available", lambda: True)
+    monkeypatch.setattr(jit, "has_fma", lambda: has_fma)
+
+    assert use_own_gemm.__wrapped__() is has_fma

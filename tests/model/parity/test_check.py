@@ -9,7 +9,14 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import CONFIG_MAPPING, CTRLConfig, LlamaConfig, Qwen3Config, Zamba2Config
+from transformers import (
+    CONFIG_MAPPING,
+    CTRLConfig,
+    LlamaConfig,
+    MambaConfig,
+    Qwen3Config,
+    Zamba2Config,
+)
 
 from meshllm.errors import ModelError
 from meshllm.model import json_cache
@@ -192,6 +199,22 @@ def test_switches_that_do_not_shrink_fall_back_to_the_table(
 
     assert check(CTRLConfig(), folder=tmp_path) == KNOWN
     assert asked == [6, 6]
+
+
+def test_a_size_that_shrinking_does_not_know_takes_no_memory(
+    tmp_path: Path, counted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, measured = list[int](), module.__dict__["measure"]
+
+    def measure(config: MambaConfig, depth: Depth) -> Verdict:
+        sizes.append(config.conv_kernel)
+        known: Verdict = measured(config, depth)
+        return known
+
+    monkeypatch.setattr(module, "measure", measure)
+
+    assert check(MambaConfig(conv_kernel=10_000_000), folder=tmp_path) == KNOWN
+    assert sizes == [4]
 
 
 def test_a_type_that_does_not_run_is_refused(

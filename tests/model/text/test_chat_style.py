@@ -1,6 +1,7 @@
 """What chat templates take: tools, results, reasoning."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -115,6 +116,14 @@ def test_invalid_arguments_of_an_earlier_call_are_text() -> None:
 def test_what_a_model_cannot_do_is_refused(style: ChatStyle, thinks: bool, message: str) -> None:
     with pytest.raises(WrongField, match=message):
         style.options((), thinks, None)
+
+
+def test_a_template_with_an_effort_may_reason_without_markers() -> None:
+    style = ChatStyle(takes_effort=True)
+
+    assert style.options((), thinks=True, effort="low") == {"reasoning_effort": "low"}
+    with pytest.raises(WrongField, match="always reasons"):
+        replace(style, reasoning=ReasoningFormat("a", "b")).options((), thinks=False, effort=None)
 
 
 def test_what_a_model_does_anyway_is_accepted() -> None:

@@ -427,6 +427,22 @@ async def test_no_job_is_lost_between_the_threads() -> None:
     assert sum(map(len, tracer.batches)) == 8 * 50
 
 
+def test_a_value_that_fails_leaves_the_others() -> None:
+    undone = list[int]()
+
+    def run(values: list[int]) -> list[int]:
+        if 3 in values:
+            raise RuntimeError("out of memory")
+        return [value + 1 for value in values]
+
+    first, failed, last = map_valid(run, [1, 3, 2], undone.append)
+
+    assert (first, str(failed), last) == (2, "out of memory", 3)
+    assert undone == [1, 3, 2]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        map_valid(run, [3], undone.append)
+
+
 def test_valid_values_are_mapped_together_and_failures_stay() -> None:
     error, seen = ValueError("x"), []
 
