@@ -112,7 +112,7 @@ def error_object(error: MeshError, path: str = "") -> bytes:
     failure = failure_of(error)
     param = _PROMPTS.get(path, failure.param) if failure.code == _TOO_LONG else failure.param
     fields = {
-        "message": _message(error),
+        "message": message_of(error),
         "type": failure.type,
         "param": param,
         "code": failure.code,
@@ -123,7 +123,7 @@ def error_object(error: MeshError, path: str = "") -> bytes:
 def messages_error(error: MeshError) -> bytes:
     """Write Anthropic's error object; a hint becomes part of the message."""
     kind = _KINDS.get(failure_of(error).status, "api_error")
-    fields = {"type": kind, "message": _message(error)}
+    fields = {"type": kind, "message": message_of(error)}
     return compact({"type": "error", "error": fields, "request_id": request_id() or None})
 
 
@@ -132,7 +132,8 @@ def compact(fields: Mapping[str, object] | Sequence[object]) -> bytes:
     return json.dumps(fields, separators=(",", ":")).encode()
 
 
-def _message(error: MeshError) -> str:
+def message_of(error: MeshError) -> str:
+    """Return the text of an error with its hint."""
     return f"{error}; {error.hint}" if error.hint else str(error)
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 from meshllm.merge import merge
 from meshllm.outline.directive import DIRECTIVES, Directive, directive_for
-from meshllm.outline.eligibility import OutlineMode, may_be_long, objection
+from meshllm.outline.eligibility import OutlineMode, ends_of, may_be_long, objection
 from meshllm.outline.join import Join
 from meshllm.outline.outlining import Outlining
 from meshllm.outline.points import Point
@@ -57,7 +57,8 @@ class OutlineBackend:
         if error or (is_auto and not may_be_long(request)):
             answer = self.backend.generate(request)
         else:
-            directive = directive_for(request.turns[-1]["content"], self.directives)
+            question = ends_of(request.turns[-1]["content"])
+            directive = directive_for(question, self.directives)
             answer = self._outlined(Outlining(request, directive, may_decline=is_auto))
         async with aclosing(answer) as events:
             async for event in events:

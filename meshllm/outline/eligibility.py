@@ -77,8 +77,8 @@ def objection(request: Request) -> WrongField | None:
 def may_be_long(request: Request) -> bool:
     """Return whether nothing in the request says that its answer is short or of one piece."""
     *before, last = request.turns
-    question = _ends(last["content"])
-    rules = _ends("\n".join(each["content"] for each in before if each["role"] == "system"))
+    question = ends_of(last["content"])
+    rules = ends_of("\n".join(each["content"] for each in before if each["role"] == "system"))
     return (
         request.max_tokens >= MIN_LONG_TOKENS
         and not _NEVER.search(question)
@@ -95,7 +95,7 @@ def most_reads(request: Request, mode: OutlineMode | None) -> int:
     return 1 + MAX_POINTS if mode is OutlineMode.ON or may_be_long(request) else 1
 
 
-def _ends(text: str) -> str:
+def ends_of(text: str) -> str:
     """Return the ends of a long text: searching all of it would keep others waiting."""
     is_long = len(text) > 2 * SEARCHED_CHARS
     return f"{text[:SEARCHED_CHARS]}\n{text[-SEARCHED_CHARS:]}" if is_long else text

@@ -179,8 +179,8 @@ class Service:
         self, key: ApiKey | None, asked: Sequence[Request], outline: OutlineMode | None
     ) -> Iterator[Sequence[Reservation]]:
         """Reserve the tokens of a key for requests; count what was computed at the end."""
-        name, limits, now = (key.name, key.limits, time.time()) if key else ("", KeyLimits(), 0.0)
-        if error := self._quota.objection(name, limits, now):
+        name, limits = (key.name, key.limits) if key else ("", KeyLimits())
+        if error := self._quota.objection(name, limits, time.time()):
             raise error
         with ExitStack() as stack:
             reserved = []
@@ -211,8 +211,8 @@ class Service:
         raise self._quota.refusal(text, key.name, key.limits, wanted, now)
 
     def _recorded(self, model: ModelStatus, asked: Sequence[Request]) -> Backend:
-        """Return what answers; it records requests in the trace, but for embeddings."""
-        if self.recorder is None or any(each.embeds for each in asked):
+        """Return what answers; it records requests in the trace that generate text."""
+        if self.recorder is None or any(each.embeds or not each.computes for each in asked):
             return self.node
         return self.recorder.traced(self.node, model.name)
 

@@ -67,7 +67,7 @@ def tools_of_messages(listed: object, choice: object) -> Tools | None:
     kind, name = fields.pop("type", None if fields else "auto"), fields.pop("name", None)
     if kind == "tool" and isinstance(name, str):
         kind, named, name = "any", name, None
-    if fields or name is not None or kind not in {"auto", "any", "none"}:
+    if fields or name is not None or kind not in ("auto", "any", "none"):  # it may be a list
         text = "`tool_choice` is not of type `auto`, `any`, `none`, or `tool` with a name"
         raise WrongField("tool_choice", text)
     return _tools(
@@ -90,7 +90,7 @@ def _tools(
     if (is_required or named is not None) and not functions:
         raise WrongField("tool_choice", "`tool_choice` requires `tools`")
     if named is not None:
-        functions = [each for each in functions if each["name"] == named]
+        functions = [each for each in functions if each.get("name") == named]
         if not functions:
             text = f"`tool_choice` names `{named[:64]}`, which is not in `tools`"
             raise WrongField("tool_choice", text)
@@ -123,7 +123,7 @@ def _function(given: object, where: str, *, is_flat: bool) -> dict[str, Any]:
 
 
 def _anthropic_function(given: object, where: str) -> dict[str, Any]:
-    if not isinstance(given, dict) or given.get("type", "custom") not in {"custom", None}:
+    if not isinstance(given, dict) or given.get("type", "custom") not in ("custom", None):
         raise WrongField(where, f"`{where}` is not a custom tool: others are not supported")
     found = _checked(given, where, _KNOWN_BY_ANTHROPIC)
     schema = found.pop("input_schema", {})

@@ -78,11 +78,11 @@ class Message:
     """Accepted, ignored: models do not read the reasoning behind earlier answers."""
 
     def turn(self, where: str) -> Turn:
-        """Return the message with its parts joined; a developer's is a system message."""
+        """Return the message, its parts as lines; a developer's is a system message."""
         parts = self.content
         if parts is None and not self.tool_calls:
             raise WrongField(f"{where}.content", f"`{where}.content` is missing")
-        text = parts if isinstance(parts, str) else "".join(each.text for each in parts or ())
+        text = parts if isinstance(parts, str) else "\n".join(each.text for each in parts or ())
         turn = Turn(role="system" if self.role == "developer" else self.role, content=text)
         if self.tool_calls:
             if self.role != "assistant":

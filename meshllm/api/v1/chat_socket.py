@@ -66,6 +66,15 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
+class _BuiltAsk:
+    """An ask whose body has been read."""
+
+    id: str
+    body: tuple[Chat, dict[str, object]] | UserError
+    """The chat, and the fields that stand `APART`; or what is invalid."""
+
+
+@dataclass(frozen=True, slots=True)
 class CancelAsk:
     """A chat to end."""
 
@@ -131,13 +140,13 @@ class _ChatSocket:
                 return
             await self._do(wanted, group)
 
-    async def _read_message(self, text: str | None) -> Ask | CancelAsk:
+    async def _read_message(self, text: str | None) -> _BuiltAsk | CancelAsk:
         """Read a message; raise `UserError` for anything else."""
         if text is None:
             raise UserError("Invalid message: it is not text")
         return await self.service.read(key_of(self.socket), text.encode(), _message)
 
-    async def _do(self, wanted: Ask | CancelAsk, group: asyncio.TaskGroup) -> None:
+    async def _do(self, wanted: _BuiltAsk | CancelAsk, group: asyncio.TaskGroup) -> None:
         running = self.answers.get(wanted.id)
         if isinstance(wanted, CancelAsk):
             if running:  # else it has just ended
@@ -169,7 +178,7 @@ class _ChatSocket:
         await self._cancel_all()
         await self.socket.close(code, why)
 
-    async def _answer(self, asked: Ask) -> None:
+    async def _answer(self, asked: _BuiltAsk) -> None:
         try:
             key = await identify_again(self.socket)
             with self.service.counted(key):
@@ -191,8 +200,10 @@ class _ChatSocket:
                     await self._send({"type": fields.pop("type"), "id": ask, **fields})
         return done
 
-    async def _call(self, asked: Ask, key: ApiKey | None) -> ChatCall:
-        body, apart = build_fields(asked.request, Chat, APART)
+    async def _call(self, asked: _BuiltAsk, key: ApiKey | None) -> ChatCall:
+        if isinstance(asked.body, UserError):
+            raise asked.body
+        body, apart = asked.body
         for name in ("stream", "stream_options"):
             if getattr(body, name) is not None:
                 raise WrongField(name, f"`{name}` has no effect on a WebSocket")
@@ -210,14 +221,20 @@ class _ChatSocket:
         await self.socket.send_text(compact(fields).decode())
 
 
-def _message(found: object) -> Ask | CancelAsk:
+def _message(found: object) -> _BuiltAsk | CancelAsk:
+    """Read a message; long ones in a thread."""
     kind = found.get("type") if isinstance(found, Mapping) else None
     if kind not in ("ask", "cancel"):  # not a set: it may be a list
         raise UserError("Invalid message", hint="`type` is `ask` or `cancel`")
     message: Ask | CancelAsk = build(Ask, found) if kind == "ask" else build(CancelAsk, found)
     if not 0 < len(message.id) <= MAX_ID_CHARS:
         raise UserError(f"`id` does not have 1 to {MAX_ID_CHARS} characters")
-    return message
+    if isinstance(message, CancelAsk):
+        return message
+    try:
+        return _BuiltAsk(message.id, build_fields(message.request, Chat, APART))
+    except UserError as error:  # of this ask only
+        return _BuiltAsk(message.id, error)
 
 
 def _fields_of(event: Event) -> dict[str, Any] | None:

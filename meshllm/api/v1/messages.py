@@ -18,14 +18,23 @@ from meshllm.api.access.gate import key_of
 from meshllm.api.failure import JSON, compact, messages_error
 from meshllm.api.generation import reply as base
 from meshllm.api.generation.extension import SeededNeeds, answer_as_needed, model_as_needed, seed_of
-from meshllm.api.generation.generating import MAX_STOPS, read_fields
+from meshllm.api.generation.generating import read_fields
 from meshllm.api.generation.headers import headers_of, is_traced, trace_of
 from meshllm.api.generation.reply import EventStream
 from meshllm.api.generation.service import Choices, Service
 from meshllm.api.generation.tools import tools_of_messages
 from meshllm.api.respond import Stream, while_connected
 from meshllm.errors import MeshError, UserError
-from meshllm.request import Answer, FinishReason, Piece, Prefilled, Sampling, ToolCall, Turn
+from meshllm.request import (
+    MAX_STOPS,
+    Answer,
+    FinishReason,
+    Piece,
+    Prefilled,
+    Sampling,
+    ToolCall,
+    Turn,
+)
 from meshllm.request import Request as Asked
 from meshllm.strict_json import WrongField, parse
 
@@ -102,7 +111,7 @@ class MessagesTurn:
         ]
         results = [each for each in parts if isinstance(each, dict)]
         calls = tuple(each for each in parts if isinstance(each, ToolCall))
-        text = "".join(each for each in parts if isinstance(each, str))
+        text = "\n".join(each for each in parts if each and isinstance(each, str))
         yield from results
         if calls:
             yield Turn(role=self.role, content=text, tool_calls=calls)
@@ -332,9 +341,10 @@ async def _count(events: AsyncGenerator[Choices, None]) -> int:
 
 
 def _text(content: str | tuple[TextBlock, ...] | None) -> str:
+    """Return a content, its blocks as lines."""
     if isinstance(content, str):
         return content
-    return "".join(block.text for block in content or ())
+    return "\n".join(block.text for block in content or ())
 
 
 def _end(answer: Answer) -> dict[str, Any]:

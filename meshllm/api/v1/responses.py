@@ -14,7 +14,16 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from meshllm.api.access.gate import key_of
-from meshllm.api.failure import INVALID, JSON, Failure, Refused, compact, error_object, failure_of
+from meshllm.api.failure import (
+    INVALID,
+    JSON,
+    Failure,
+    Refused,
+    compact,
+    error_object,
+    failure_of,
+    message_of,
+)
 from meshllm.api.generation import reply as base
 from meshllm.api.generation.extension import SeededNeeds, answer_as_needed, model_as_needed, seed_of
 from meshllm.api.generation.generating import DEFAULT_TEMPERATURE, read_fields
@@ -208,7 +217,7 @@ class _ResponsesReply:
     def failure(self, error: MeshError) -> bytes:
         """Write the event of an error, after which the stream ends."""
         code = failure_of(error).code
-        return self._event("error", code=code, message=str(error), param=None)
+        return self._event("error", code=code, message=message_of(error), param=None)
 
     def _events(self, happened: object) -> Iterator[bytes]:
         if not isinstance(happened, Piece | Answer):
@@ -478,7 +487,8 @@ def _found(store: ResponseStore, name: str, owner: str) -> StoredResponse:
 
 
 def _text(content: str | tuple[TextPart, ...]) -> str:
-    return content if isinstance(content, str) else "".join(each.text for each in content)
+    """Return a content, its parts as lines."""
+    return content if isinstance(content, str) else "\n".join(each.text for each in content)
 
 
 def _part(text: str) -> dict[str, Any]:

@@ -114,6 +114,8 @@ class EngineClient:
             hops=(),
             cached_tokens=state.cached_tokens,
             counted=count,
+            reasoning_tokens=state.reasoning_tokens,
+            stop_text=state.stop_text if state.stop_text in request.stop else "",
         )
         yield written.complete(answer)
 

@@ -93,6 +93,9 @@ class AnswerState:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int | None = None
+    reasoning_tokens: int = 0
+    stop_text: str = ""
+    """The stop text that ended the answer, if the engine says that (vLLM)."""
     pieces: int = 0
     _names: set[int] = field(default_factory=set)
 
@@ -106,6 +109,7 @@ class AnswerState:
             return None
         if reason := choice.get("finish_reason"):
             self.finish = FinishReason.LENGTH if reason == "length" else FinishReason.STOP
+            self.stop_text = _text(choice.get("stop_reason"))
         delta = choice.get("delta")
         if isinstance(delta, dict):
             piece = Piece(
@@ -127,6 +131,9 @@ class AnswerState:
         details = usage.get("prompt_tokens_details")
         if isinstance(details, dict):
             self.cached_tokens = _count_of(details.get("cached_tokens"))
+        details = usage.get("completion_tokens_details")
+        if isinstance(details, dict):
+            self.reasoning_tokens = _count_of(details.get("reasoning_tokens"))
 
     def _calls(self, found: object) -> list[ToolCallDelta]:
         deltas: list[ToolCallDelta] = []

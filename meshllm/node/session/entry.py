@@ -34,12 +34,13 @@ from meshllm.node.session.resume import ResumeKey, new_key, read_resumable, sess
 from meshllm.node.session.ring_link import Neighbours
 from meshllm.node.session.sample_batch import SampleJob, compute_own_logits, sample_batch
 from meshllm.node.session.split_head import HeadParts, LogitsRequest
+from meshllm.node.session.text_turns import TextTurns
 from meshllm.node.session.wire import fault_code
 from meshllm.node.timer import DeadlineTimer, loop_time
 from meshllm.protocol.drafting.drafter import Drafting, ScopedDrafting
 from meshllm.protocol.drafting.known_text import KnownText
 from meshllm.protocol.drafting.window import MAX_STEP_ROWS, StepTimes
-from meshllm.protocol.kv_cache.admission import Admission, asker_of
+from meshllm.protocol.kv_cache.admission import Admission, turn_of
 from meshllm.protocol.kv_cache.budget import KvBudget
 from meshllm.protocol.kv_cache.prefix_index import RESUME_S, PrefixHit, last_chunk_rows
 from meshllm.protocol.kv_cache.prefix_matching import MIN_SHARED, PrefixCache
@@ -137,6 +138,8 @@ class EntryNode:
         self._encoder = ActivationEncoder(config.wire, neighbours)
         self._prefixes = config.prefixes
         self._queue = AdmissionQueue(Admission(self.budget, config.max_sessions))
+        self.text_turns = TextTurns()
+        """Of the askers, with threads that read their prompts before anything is computed."""
         self._prompts = PromptQueue()
         if config.prompt_bytes is not None:
             form = runners.front.row_format
@@ -256,8 +259,7 @@ class EntryNode:
         key = new_key()
         session = session_of(key)
         task = self._task(session, order)
-        asker, (node, name) = asker_of(order.prefix_scope), order.prefix_scope
-        name = name if node else ""  # it tells apart those who ask at another node
+        asker, name = turn_of(order.prefix_scope)
         answer = task.limit - len(task.prompt)
         async with self._queue.admitted(session, task.limit, asker, name, answer=answer):
             generation = self._open(task, order, key, begin)

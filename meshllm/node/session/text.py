@@ -2,11 +2,11 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, assert_never
+from typing import Any, NamedTuple, TypeAlias, assert_never
 
 from torch import Tensor
 
@@ -22,7 +22,7 @@ from meshllm.model.text.reasoning import (
     ReasoningParser,
     most_of_effort,
 )
-from meshllm.model.text.tokenizer import Text
+from meshllm.model.text.tokenizer import Text, is_long, length_of
 from meshllm.model.text.tool_format import MARKERS, Function, call_grammar
 from meshllm.model.text.tool_parser import ToolParser
 from meshllm.names import NodeId, short, show
@@ -54,6 +54,10 @@ from meshllm.strict_json import WrongField
 MAX_LOGPROBS = 20  # OpenAI API reference, as the next one
 MAX_BIAS = 100
 MAX_TOKEN_CHARS = 64  # upper bound of characters per token; English averages about 4
+
+
+_Run: TypeAlias = Callable[[Callable[[], Any]], Awaitable[Any]]
+"""Runs a function in a thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,21 +166,34 @@ class RingBackend:
     async def _begin(self, request: Request) -> "tuple[tuple[int, ...], _Prepared]":
         """Tokenize the prompt, and prepare what reads the answer."""
         functions = _functions(request)
-        prompt = await self._prompt(request, functions)
-        loop, thread = asyncio.get_running_loop(), self.text.thread_of(request)
-        prepare = partial(_prepare, self.text, request, prompt, functions)
-        return prompt, await loop.run_in_executor(thread, prepare)
+        async with self._thread(request) as run:
+            prompt = await self._prompt(request, functions, run)
+            return prompt, await run(partial(_prepare, self.text, request, prompt, functions))
 
-    async def _prompt(self, request: Request, functions: Sequence[Function]) -> tuple[int, ...]:
-        """Tokenize the prompt, off the event loop and the compute thread: megabytes take seconds.
+    @asynccontextmanager
+    async def _thread(self, request: Request) -> AsyncIterator[_Run]:
+        """Yield what runs functions in the thread for the text of a request, in turn if long.
 
-        A chat is laid out by code of the model, its template.
+        They leave the event loop and the compute thread free: megabytes take seconds.
         """
+        thread = self.text.thread_of(request)
+        run: _Run = partial(asyncio.get_running_loop().run_in_executor, thread)
+        if not is_long(request):
+            yield run
+            return
+        scope, chars = (self.asker, request.scope), length_of(request)
+        async with self.entry.text_turns.text(scope, chars):
+            yield run
+
+    async def _prompt(
+        self, request: Request, functions: Sequence[Function], run: _Run
+    ) -> tuple[int, ...]:
+        """Tokenize the prompt; a chat is laid out by code of the model, its template."""
         if request.ids:
             return request.ids
-        loop, thread = asyncio.get_running_loop(), self.text.thread_of(request)
         encode = partial(_encode, self.text, request, functions, self.entry.vocabulary)
-        return await loop.run_in_executor(thread, encode)
+        ids: tuple[int, ...] = await run(encode)
+        return ids
 
     async def _embed(self, request: Request) -> AsyncGenerator[Event, None]:
         """Embed the prompt of a request."""
@@ -185,7 +202,8 @@ class RingBackend:
             raise WrongField("turns", "A chat has no embedding", hint="embed a text")
         _check_length(request, self.entry.context)
         _check_tokens(request, self.entry.vocabulary)
-        prompt = await self._prompt(request, ())
+        async with self._thread(request) as run:
+            prompt = await self._prompt(request, (), run)
         embedding = embed(
             *(self.entry, self.text.pooling, prompt, request.dimensions),
             (self.asker, request.scope),
@@ -223,8 +241,9 @@ class RingBackend:
                 hint = "omit it, or use a key that does not limit reasoning"
                 raise WrongField("max_reasoning_tokens", problem, hint=hint)
         if grammar and request.given:
-            loop = asyncio.get_running_loop()
-            await loop.run_in_executor(text.grammars, grammar.take, request.given)
+            async with self.entry.text_turns.grammar((self.asker, request.scope)):
+                loop = asyncio.get_running_loop()
+                await loop.run_in_executor(text.grammars, grammar.take, request.given)
         return grammar
 
     async def _grammar(self, request: Request) -> Constraint | None:
@@ -247,11 +266,13 @@ class RingBackend:
         if tools and calls is not None:
             markers = dict.fromkeys(text.markers, grammar_trial.TOKEN)
             trial = call_grammar(tools, text.style.tool_format, markers) or ""
-            tool_calls = partial(text.vocabulary.tool_calls, calls, trial, has_begun=has_begun)
-            return await in_thread(tool_calls)
-        assert request.schema is not None
-        schema = request.schema
-        return await in_thread(partial(text.vocabulary.json_schema, schema, has_begun=has_begun))
+            compiling = partial(text.vocabulary.tool_calls, calls, trial, has_begun=has_begun)
+        else:
+            assert request.schema is not None
+            schema = request.schema
+            compiling = partial(text.vocabulary.json_schema, schema, has_begun=has_begun)
+        async with self.entry.text_turns.grammar((self.asker, request.scope)):
+            return await in_thread(compiling)
 
 
 @dataclass(slots=True)

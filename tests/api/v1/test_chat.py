@@ -114,7 +114,7 @@ async def test_every_parameter_reaches_the_mesh(client: httpx2.AsyncClient, door
     assert said.status_code == 200
     assert door.requests == [
         Request(
-            turns=({"role": "system", "content": "s"}, {"role": "user", "content": "ab"}),
+            turns=({"role": "system", "content": "s"}, {"role": "user", "content": "a\nb"}),
             sampling=Sampling(0.5, 4, 0.9, 0.3, 1.5, 0.1, 0.2, 7),
             max_tokens=9,
             stop=("x", "y"),
@@ -215,6 +215,13 @@ async def test_the_fingerprint_is_that_of_the_model(client: httpx2.AsyncClient) 
         ({"n": 0}, "n"),
         ({"n": 17}, "n"),
         ({"tools": [{}]}, "tools[0]"),
+        (
+            {
+                "tools": [{"type": "function", "function": {"description": "d"}}],
+                "tool_choice": {"type": "function", "function": {"name": "f"}},
+            },
+            "tool_choice",
+        ),
         ({"tools": {}}, "tools"),
         ({"tools": [CHAT_TOOL | {"type": "web_search"}]}, "tools[0]"),
         (

@@ -71,7 +71,7 @@ async def test_every_field_reaches_the_mesh(client: httpx2.AsyncClient, door: Fa
     assert said.status_code == 200
     assert asked == Request(
         turns=(
-            Turn(role="system", content="be kind"), Turn(role="user", content="hi"),
+            Turn(role="system", content="be\n kind"), Turn(role="user", content="hi"),
             Turn(role="assistant", content="yes?"), Turn(role="user", content="hi"),
         ),
         sampling=Sampling(0.5, top_k=3, top_p=0.9, seed=asked.sampling.seed),
@@ -155,11 +155,13 @@ async def test_a_client_that_leaves_while_its_tokens_are_counted_cancels(door: F
         {"tools": [MESSAGES_TOOL], "tool_choice": {"type": "tool"}},
         {"tools": [MESSAGES_TOOL], "tool_choice": {"type": "tool", "name": "g"}},
         {"tool_choice": {"type": "any"}},
+        {"tools": [{"type": [], "name": "f"}]},
+        {"tools": [MESSAGES_TOOL], "tool_choice": {"type": []}},
         {"thinking": {"type": "enabled", "budget_tokens": -1}},
         {"messages": [{"role": "user", "content": [USED]}]},
         {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
         {"stop_sequences": [""]},
-        {"stop_sequences": list("abcde")},
+        {"stop_sequences": [str(at) for at in range(65)]},
         {"unheard_of": 1},
         {"model": "other"},
     ],

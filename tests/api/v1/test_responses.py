@@ -46,7 +46,8 @@ async def test_items_of_earlier_outputs_are_inputs(
     ]  # fmt: skip
     await client.post(PATH, json=BODY | {"input": items})
 
-    assert door.requests[1].turns == ({"role": "system", "content": "be kind"}, HELLO, HI)
+    lines: Turn = {"role": "user", "content": "h\ni"}
+    assert door.requests[1].turns == ({"role": "system", "content": "be kind"}, HELLO, lines)
 
 
 async def test_an_answer_can_be_had_again_by_its_seed(
@@ -113,7 +114,7 @@ async def test_an_error_in_the_middle_is_an_event(
     door.fails_at = 2
     events = events_of(await client.post(PATH, json=BODY | {"stream": True}))
 
-    assert (events[-1][0], events[-1][1]["message"]) == ("error", "It broke")
+    assert (events[-1][0], events[-1][1]["message"]) == ("error", "It broke; mend it")
 
 
 @pytest.mark.parametrize(

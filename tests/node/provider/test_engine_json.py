@@ -187,6 +187,17 @@ def test_a_log_probability_that_json_lacks_is_that_of_what_cannot_be(written: st
     assert (found.chosen.logprob, found.chosen.bytes) == (NEVER, (72, 105))
 
 
+def test_reasoning_is_counted_and_a_stop_text_is_told() -> None:
+    state = AnswerState()
+
+    state.take({"choices": [{"delta": {}, "finish_reason": "stop", "stop_reason": "END"}]})
+    state.take({"choices": [], "usage": {"completion_tokens_details": {"reasoning_tokens": 7}}})
+    assert (state.stop_text, state.reasoning_tokens) == ("END", 7)
+
+    state.take({"choices": [{"delta": {}, "finish_reason": "stop", "stop_reason": 151643}]})
+    assert state.stop_text == ""
+
+
 def test_absurd_counts_are_bounded() -> None:
     state = AnswerState()
 
