@@ -8,7 +8,7 @@ goes, which model is loaded or what is kept.
 
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from functools import cache
@@ -21,7 +21,9 @@ from platformdirs import user_cache_path, user_config_path, user_state_path
 
 from meshllm.errors import UserError
 from meshllm.local_files import hint_of, read_regular, reason_of
+from meshllm.names import Span
 from meshllm.request import MODEL_SAMPLING, RANGES, Request, Sampling
+from meshllm.units import parse_address, parse_duration, parse_memory, parse_share
 
 Ends: TypeAlias = Literal["entry", "client"]
 Dtype: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
@@ -47,6 +49,14 @@ _RANGES: dict[str, tuple[float, float]] = {
     "max_tokens": (1, 10_000_000),
     **RANGES,
 }
+_FORMS: dict[str, Callable[[str], object]] = {
+    "memory": lambda text: parse_share(text) or parse_memory(text),
+    "prefix_cache": lambda text: text == "0" or parse_share(text) or parse_memory(text),
+    "keep": parse_duration,
+    "layers": Span.parse,
+    "serve": parse_address,
+}
+"""Parsers of texts that have a form."""
 PATHS = frozenset({"state", "key_file", "tls_cert", "tls_key", "trace"})
 """Settings that name a file or a folder."""
 _LIBRARIES = (
@@ -202,7 +212,7 @@ def find_key(name: str, origin: str) -> Key:
     if name in known:
         return known[name]
     close = get_close_matches(name, known, n=1)
-    hint = f"did you mean `{close[0]}`?" if close else "`meshllm config show` lists them"
+    hint = f"did you mean `{close[0]}`?" if close else "`man meshllm` lists them"
     raise UserError(f"Unknown setting `{name}` ({origin})", hint=hint)
 
 
@@ -281,15 +291,21 @@ def _as_float(value: int) -> float:
 
 
 def _check_text(name: str, value: str, origin: str) -> None:
-    """Raise `UserError` for an empty path, a NUL, and an argument or a variable not in UTF-8."""
+    """Raise `UserError` for a text that no such setting can be.
+
+    That is an empty path, a NUL, an argument or a variable not in UTF-8, or an invalid amount.
+    """
     if not value and name in PATHS:  # it would be the working directory
         raise UserError(f"`{name}` is empty ({origin})", hint="name one, or leave it out")
     if "\0" in value:
         raise UserError(f"`{name}` has a NUL character ({origin})", hint="remove it")
     try:
         value.encode()
+        _FORMS.get(name, str)(value)
     except UnicodeEncodeError as error:
         raise UserError(f"`{name}` is not UTF-8 at character {error.start} ({origin})") from None
+    except UserError as error:
+        raise UserError(f"{error} for `{name}` ({origin})", hint=error.hint) from None
 
 
 def parse(name: str, text: str, origin: str) -> Scalar:

@@ -89,7 +89,7 @@ def test_origins_mix_setting_by_setting(folder: Path) -> None:
     ("text", "message", "hint"),
     [
         ("node = 3", "Unknown setting `node`", "did you mean `nodes`?"),
-        ("xyzzy = 3", "Unknown setting `xyzzy`", "`meshllm config show` lists them"),
+        ("xyzzy = 3", "Unknown setting `xyzzy`", "`man meshllm` lists them"),
         ('nodes = "3"', "`nodes` is '3', not a whole number", None),
         ("nodes = true", "`nodes` is True, not a whole number", None),
         ("nodes = 1.5", "`nodes` is 1.5, not a whole number", None),
@@ -112,6 +112,11 @@ def test_origins_mix_setting_by_setting(folder: Path) -> None:
         ("model = [0x" + "f" * 4000 + "]", "`model` is a number of thousands of digits", None),
         ('state = ""', "`state` is empty", "name one, or leave it out"),
         ('model = "a\\u0000b"', "`model` has a NUL character", "remove it"),
+        ('memory = "8G"', "Invalid memory size `8G` for `memory`", "write it as `8GiB`"),
+        ('prefix_cache = "0%"', "Invalid memory share `0%` for `prefix_cache`", "write `50%`"),
+        ('keep = "10"', "Invalid duration `10` for `keep`", "write it as `90s`"),
+        ('layers = "3"', "Invalid layer span `3` for `layers`", "write it as `0:14`"),
+        ('serve = "8080"', "Invalid address `8080` for `serve`", "write it as `HOST:PORT`"),
     ],
 )
 def test_an_invalid_file_is_reported(
@@ -123,6 +128,14 @@ def test_an_invalid_file_is_reported(
     assert message in str(caught.value)
     assert str(folder / "user" / "meshllm" / "config.toml") in str(caught.value)
     assert (caught.value.hint or "").startswith(hint or "")
+
+
+def test_texts_with_a_form_are_accepted(folder: Path) -> None:
+    lines = 'memory = "50%"', 'prefix_cache = "0"', 'keep = "1h"', 'serve = "[::1]:0"'
+
+    settings = _load(folder, user="\n".join(lines)).settings
+
+    assert (settings.memory, settings.prefix_cache, settings.keep) == ("50%", "0", "1h")
 
 
 def test_the_folder_of_the_state_may_be_in_a_home(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -334,7 +334,6 @@ ELSEWHERE = {
     "meshllm.bench.engines": "`bench/test_engine_table.py` runs its table",
     "meshllm.cli.doctor.finding": "only data",
     "meshllm.cli.ring.toml_fields": "`test_spec.py` has the table of its errors",
-    "meshllm.cli.shared.units": "the tables of refused options in the tests of commands",
     "meshllm.config_file": "`test_config.py`",
     "meshllm.model.modules.quant_matrix": "`test_int8.py` and `test_int4.py`, with their kernels",
     "meshllm.model.text.answer_parser": "joins two parsers; `node/session/test_text.py` runs it",

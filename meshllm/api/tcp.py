@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
 
-from meshllm.api.access.accounts import MAX_KEY_CHARS, Accounts
+from meshllm.api.access.accounts import MAX_KEY_CHARS, MAX_KEY_FILE_BYTES, Accounts, keys_in
 from meshllm.api.access.gate import LOOPBACK, AccessPolicy
 from meshllm.api.app import public_application
 from meshllm.api.connection import MAX_OPEN, PublicProtocol
@@ -26,7 +26,6 @@ from meshllm.traces.recorder import Recorder
 
 MIN_KEY_CHARS = 16
 MAX_FILE_KEYS = 1024
-MAX_KEY_FILE_BYTES = 1 << 20  # with comments
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,18 +117,6 @@ def open_door(
         yield Door(bound, policy, accounts, tls, recorder)
 
 
-def parse_address(text: str) -> tuple[str, int]:
-    """Parse `HOST:PORT` or `[IPV6]:PORT`; raise `UserError` for anything else."""
-    host, colon, port = text.rpartition(":")
-    is_bracketed = host.startswith("[") and host.endswith("]")
-    is_port = port.isdecimal() and len(port) <= 5 and int(port) <= 65535
-    is_valid = colon and is_port and host
-    if not is_valid or (":" in host and not is_bracketed):
-        hint = "write it as `HOST:PORT`, such as `127.0.0.1:7780`, or `[IPV6]:PORT`"
-        raise UserError(f"Invalid address `{text}`", hint=hint)
-    return host.strip("[]"), int(port)
-
-
 def read_keys(path: Path) -> tuple[str, ...]:
     """Read a private file of keys of a door, see `read_key_file`.
 
@@ -161,8 +148,7 @@ def read_key_file(path: Path) -> tuple[str, ...]:
     if len(data) > MAX_KEY_FILE_BYTES:
         text = f"The key file `{path}` has more than {MAX_KEY_FILE_BYTES} bytes"
         raise UserError(text, hint="write one key on a line")
-    lines = (line.partition("#")[0].strip() for line in text.splitlines())
-    keys = tuple(filter(None, lines))
+    keys = keys_in(text)
     if not 0 < len(keys) <= MAX_FILE_KEYS:
         text = f"The key file `{path}` has {len(keys)} keys, not 1 to {MAX_FILE_KEYS}"
         raise UserError(text, hint="write one key on a line")

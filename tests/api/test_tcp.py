@@ -14,7 +14,7 @@ import pytest
 from meshllm.api import connection, respond, tcp
 from meshllm.api.access.accounts import Accounts, KeyLimits
 from meshllm.api.connection import PublicProtocol
-from meshllm.api.tcp import Door, DoorOptions, open_door, parse_address, read_keys
+from meshllm.api.tcp import Door, DoorOptions, open_door, read_keys
 from meshllm.api.v1.chat_socket import PATH, PROTOCOL
 from meshllm.errors import UserError
 from meshllm.node.requests.request_json import REQUEST_BYTES
@@ -282,17 +282,6 @@ def test_the_first_address_that_this_machine_has_is_bound(
         open_door(DoorOptions("localhost", 0), accounts),
     ):
         pass
-
-
-def test_an_address_is_a_host_and_a_port() -> None:
-    assert parse_address("127.0.0.1:7780") == ("127.0.0.1", 7780)
-    assert parse_address("[::1]:0") == ("::1", 0)
-    for text in (
-        "", "7780", ":7780", "host", "host:", "host:x", "host:65536", "::1:7780",
-        f"host:{'9' * 5000}",
-    ):  # fmt: skip
-        with pytest.raises(UserError, match="Invalid address"):
-            parse_address(text)
 
 
 async def test_a_connection_without_headers_is_closed(

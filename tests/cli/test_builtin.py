@@ -32,7 +32,8 @@ def test_piped_text_is_answered_by_a_ring_of_three_as_json() -> None:
     answer = json.loads(result.stdout)
     assert result.stderr == ""
     assert answer.keys() == {
-        "schema", "model", "text", "reasoning", "tokens", "prompt_tokens", "cached_tokens",
+        "schema", "model", "text", "reasoning", "tokens", "completion_tokens", "prompt_tokens",
+        "cached_tokens",
         "finish_reason", "ttft_ms", "ms_per_token", "tokens_per_second", "tokens_per_step", "hops",
         "seed",
     }  # fmt: skip

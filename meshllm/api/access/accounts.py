@@ -32,6 +32,7 @@ PREFIX = "sk-meshllm"
 ID_BYTES = 4
 SECRET_BYTES = 24
 MAX_KEY_CHARS = 256
+MAX_KEY_FILE_BYTES = 1 << 20  # with comments
 BUSY_S = 5.0  # s to wait for another process that writes
 MAX_HEARD = 1024  # keys revoked by one other member; its newest are kept
 MAX_HEARD_IN_ALL = 64 * MAX_HEARD
@@ -191,10 +192,7 @@ class Accounts:
     def revoke(self, name: str, now_s: float) -> None:
         """Revoke a key at once and permanently; raise `UserError` if there is none."""
         with self._transaction():
-            done = self._rows(
-                "UPDATE keys SET revoked_s = coalesce(revoked_s, ?) WHERE name = ? RETURNING id",
-                (int(now_s), name),
-            )
+            done = self._rows(_REVOKE, (int(now_s), name))
             if not done:
                 hint = "`meshllm key list` shows all"
                 raise UserError(f"There is no key `{name}`", hint=hint)
@@ -202,9 +200,12 @@ class Accounts:
             for (sealed,) in self._rows("SELECT sealed FROM tags WHERE id = ?", (key_id,)):
                 self._add(self._seal(key_id, sealed), _OWN)  # earlier versions stored none
 
-    def revoke_key(self, key: str) -> None:
-        """Revoke a key that may be stored elsewhere, or in a file of keys."""
-        self._add(tag_of(key), _OWN)
+    def revoke_key(self, key: str, now_s: float) -> None:
+        """Revoke a key, which may be stored elsewhere or in a file of keys."""
+        with self._transaction():
+            if stored := self.find(key):
+                self._rows(_REVOKE, (int(now_s), stored.name))
+            self._add(tag_of(key), _OWN)
 
     def hear(self, node: str, tags: Sequence[bytes]) -> None:
         """Store keys that another member revoked, the newest of it and of all within limits."""
@@ -278,6 +279,12 @@ class Accounts:
         return blake3(key.encode(), key=self._hash_key).digest()
 
 
+def keys_in(text: str) -> tuple[str, ...]:
+    """Return the keys of a file of keys, one on a line; `#` begins a comment."""
+    lines = (line.partition("#")[0].strip() for line in text.replace("\r", "\n").split("\n"))
+    return tuple(filter(None, lines))
+
+
 def tag_of(key: str) -> bytes:
     """Return the tag of a key, the same on every node."""
     return blake3(key.encode(), derive_key_context=_TAG_CONTEXT).digest(KEY_TAG_BYTES)
@@ -287,6 +294,7 @@ _KEY = (
     "name, id, created_s, expires_s, models, concurrency, tokens_per_day, revoked_s, owner, trust, "
     "deadline_s, max_reasoning"
 )
+_REVOKE = "UPDATE keys SET revoked_s = coalesce(revoked_s, ?) WHERE name = ? RETURNING id"
 _COLUMNS = _KEY.replace("id, ", "id, hash, ", 1)
 _VALUES = ", ".join("?" for _ in _COLUMNS.split(", "))
 _ADDED = {

@@ -6,13 +6,19 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from meshllm.cli.shared.client import NodeClient, is_running, open_client, socket_path
+from meshllm.cli.shared.client import (
+    NodeClient,
+    client_ticket,
+    is_running,
+    open_client,
+    socket_path,
+)
 from meshllm.cli.shared.local import Opener, open_local
-from meshllm.cli.shared.units import listed
 from meshllm.cli.terminal import render
 from meshllm.config import Scalar, Settings, change, state_path
 from meshllm.errors import MeshError, UserError
 from meshllm.request import Answer, Backend, Event, Request
+from meshllm.units import listed
 
 if TYPE_CHECKING:
     from meshllm.status import MeshStatus, ModelStatus, ServedRing
@@ -48,7 +54,7 @@ def choose(
     if flags["nodes"] is not None:
         _refuse_beside_nodes(flags)
         return open_local, _of_first(chosen, flags), _here(chosen)
-    if flags["join"] is None and is_running(chosen):
+    if flags["join"] is None and client_ticket(chosen) is None and is_running(chosen):
         node = _open_named if names_hops else open_client
         return _running(chosen, flags, node, shows_model=shows_model, quiet=quiet)
     if chosen.join is None:

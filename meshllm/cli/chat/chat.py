@@ -38,6 +38,9 @@ Examples:
 """
 
 
+_WAITS = "standard input belongs to the prompt, and has not ended; `< /dev/null` skips it"
+
+
 @takes(
     "model", "nodes", "transport", "ends", "dtype", "quant", "device", "threads", "speculation",
     "draft", "exact", "wire", "prefix_cache", "state", "join", "system",
@@ -94,8 +97,8 @@ def chat(
     cut.
 
     With PROMPT or piped text it prints one answer, and nothing else, to stdout. Piped text is put
-    before PROMPT. On a terminal without PROMPT it opens a conversation. Its answers are rendered as
-    Markdown unless `--plain`.
+    before PROMPT: stdin is read to its end, unless it is a terminal. On a terminal without PROMPT
+    it opens a conversation. Its answers are rendered as Markdown unless `--plain`.
 
     A terminal shows the reasoning of a model dimmed, on stderr.
     """
@@ -105,7 +108,7 @@ def chat(
         raise UserError("`--raw` cannot be combined with `--think`", hint="omit one of them")
     wanted = _read_schema(schema) if schema else None
     mode = None if outline is None else mode_of(outline)
-    text = read_prompt(prompt, sys.stdin)
+    text = read_prompt(prompt, sys.stdin, waits=lambda: None if quiet else render.talk(_WAITS))
     ends = tuple(stop or ())
     opener: Opener
     where = ""

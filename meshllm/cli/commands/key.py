@@ -11,10 +11,10 @@ import typer
 
 from meshllm.cli.shared.client import NodeClient, socket_path
 from meshllm.cli.shared.options import Json, settings, takes, with_state
-from meshllm.cli.shared.units import listed, parse_duration
 from meshllm.cli.terminal import render
 from meshllm.config import Scalar, Settings, state_path
 from meshllm.errors import MeshError, UserError
+from meshllm.units import listed, parse_duration
 
 if TYPE_CHECKING:
     from meshllm.api.access.accounts import Accounts, ApiKey
@@ -165,7 +165,7 @@ def revoke(
     chosen = settings(flags)
     with opened_accounts(chosen) as accounts:
         if name == "-":
-            accounts.revoke_key(_read_key())
+            accounts.revoke_key(_read_key(), time.time())
         else:
             accounts.revoke(name, time.time())
         tags = accounts.revoked()
@@ -187,16 +187,21 @@ def _is_running(chosen: Settings) -> bool:
 
 
 def _read_key() -> str:
-    from meshllm.api.access.accounts import MAX_KEY_CHARS
+    """Read the only key on stdin, which may be in the form of a `--key-file`, with comments."""
+    from meshllm.api.access.accounts import MAX_KEY_CHARS, MAX_KEY_FILE_BYTES, keys_in
 
-    line = b""
+    stdin, data = sys.stdin, b""
     with suppress(OSError):  # such as the stdin that `nohup` leaves, which is for writing only
-        line = b"" if sys.stdin is None else sys.stdin.buffer.readline(2 * MAX_KEY_CHARS)
+        if stdin is not None:
+            read = stdin.buffer.readline if stdin.isatty() else stdin.buffer.read
+            data = read(MAX_KEY_FILE_BYTES)
     # In Latin-1, as HTTP headers are decoded: any byte is a character.
-    key = line.decode("latin-1").strip()
-    if not 0 < len(key) <= MAX_KEY_CHARS:
+    keys = keys_in(data.decode("latin-1"))
+    if len(keys) > 1:
+        raise UserError(f"stdin has {len(keys)} keys", hint="revoke them one by one")
+    if not keys or len(keys[0]) > MAX_KEY_CHARS:
         raise UserError(f"stdin has no key of 1 to {MAX_KEY_CHARS} characters")
-    return key
+    return keys[0]
 
 
 @contextmanager

@@ -169,7 +169,7 @@ def _admission(nodes: list[str] | None) -> Callable[[bytes], bool]:
 
 
 def _limits(rate: str) -> "RelayLimits":
-    from meshllm.cli.shared.units import parse_memory
+    from meshllm.units import parse_memory
     from meshllm_quic.relay.relay import RelayLimits
 
     try:

@@ -10,7 +10,7 @@ from meshllm.cli.ring.plan import find_placement
 from meshllm.cli.shared import complete
 from meshllm.cli.shared.options import Json, settings, takes
 from meshllm.cli.terminal import render
-from meshllm.config import Scalar, Settings, expanded
+from meshllm.config import DEFAULT, Scalar, Settings, current, expanded, load
 from meshllm.errors import UserError
 
 if TYPE_CHECKING:
@@ -77,9 +77,12 @@ def serve(
     from meshllm.node.options import ModelOptions
     from meshllm.status import to_json
 
-    chosen = settings(flags)
-    given = {name: value for name, value in flags.items() if value is not None and name != "state"}
-    if (model is None) is (plan is None) or (plan and (given or alias)):
+    config = load(flags)
+    chosen, sources = config.settings, config.origins
+    given = {name: current(chosen, name) for name in flags if sources[name] != DEFAULT}
+    given.pop("state", None)
+    is_flag = any(value is not None for name, value in flags.items() if name != "state")
+    if (model is None) is (plan is None) or (plan and (is_flag or alias)):
         raise UserError(
             "`meshllm model serve` takes a model with its options, or `--plan FILE` alone",
             hint="such as `meshllm model serve Qwen/Qwen3-0.6B`",

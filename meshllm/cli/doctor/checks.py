@@ -19,7 +19,6 @@ from meshllm.cli.ring.status import MAX_SKEW_S, clean, ms, skewed_clocks
 from meshllm.cli.shared.client import socket_path, start_command
 from meshllm.cli.shared.local import import_heavy
 from meshllm.cli.shared.model_record import ModelRecord
-from meshllm.cli.shared.units import listed
 from meshllm.cli.terminal.render import bytes_of
 from meshllm.config import TRANSPORTS, Settings, change, state_path
 from meshllm.errors import LinkLost, MeshError
@@ -38,6 +37,7 @@ from meshllm.status import (
     unanswered,
 )
 from meshllm.transport.registry import Registry
+from meshllm.units import listed
 
 SLOW_MS = 100.0  # a longer round trip takes more time than a token of a small model
 SILENCE_S = 3.0  # s of silence after which a peer counts as lost

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshllm.cli.shared.options import with_state
-from meshllm.cli.shared.units import listed
 from meshllm.cli.terminal import render
 from meshllm.config import Settings, expanded, state_path
+from meshllm.log import event, is_json
+from meshllm.units import listed, parse_address
 
 if TYPE_CHECKING:
     from meshllm.api.tcp import Door
@@ -23,7 +24,7 @@ SETTINGS = ("key_file", "require_key", "tls_cert", "tls_key", "origins", "trace"
 def opened_door(chosen: Settings, address: str) -> Iterator["Door"]:
     """Open the door of the settings at `HOST:PORT`; it is announced once its models are known."""
     from meshllm.api.access.accounts import Accounts
-    from meshllm.api.tcp import DoorOptions, open_door, parse_address
+    from meshllm.api.tcp import DoorOptions, open_door
     from meshllm.traces.file import TraceFile
     from meshllm.traces.recorder import Recorder
 
@@ -42,9 +43,8 @@ def opened_door(chosen: Settings, address: str) -> Iterator["Door"]:
         accounts = stack.enter_context(Accounts.open(state_path(chosen)))
         door = stack.enter_context(open_door(options, accounts, recorder))
         if door.is_readable:
-            render.talk(
-                "warning: without `--tls-cert` others on the network can read keys and text"
-            )
+            text = "warning: without `--tls-cert` others on the network can read keys and text"
+            tell("readable", text)
         yield door
 
 
@@ -54,9 +54,19 @@ def announce(door: "Door", served: Sequence["ModelStatus"], model: str | None = 
     stdout is the URL, the variables of OpenAI's clients, and a request to try.
     """
     render.out(_announcement(door, served[0].name if served else model or "MODEL"))
-    render.talk(f"page: {door.url.removesuffix('v1')}")
-    if host := _host_for_others(door):
-        render.talk(f"from other machines: {door.url_at(host)}")
+    page, host = door.url.removesuffix("v1"), _host_for_others(door)
+    tell("open", f"page: {page}", url=door.url, page=page)
+    if host:
+        url = door.url_at(host)
+        tell("reachable", f"from other machines: {url}", url=url)
+
+
+def tell(name: str, text: str, **facts: str) -> None:
+    """Write a message about a door to stderr: where the log is JSON, as an event with its facts."""
+    if is_json():
+        event("door", event=name, **(facts or {"text": text}))
+    else:
+        render.talk(text)
 
 
 def _host_for_others(door: "Door") -> str | None:

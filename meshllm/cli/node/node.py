@@ -18,13 +18,13 @@ from meshllm.cli.shared import complete
 from meshllm.cli.shared.events import Notice, notices, without_progress
 from meshllm.cli.shared.local import import_heavy
 from meshllm.cli.shared.options import check_draft, inference_config, takes
-from meshllm.cli.shared.units import listed, parse_duration
 from meshllm.cli.terminal import render
 from meshllm.config import DEFAULT, TRANSPORTS, Config, Scalar, current, load, state_path
 from meshllm.errors import MeshError, ModelMissing, UserError
 from meshllm.local_files import hint_of, reason_of, replacing
 from meshllm.log import event, setup
 from meshllm.names import Span
+from meshllm.units import listed, parse_duration
 
 if TYPE_CHECKING:
     from meshllm.api.port import NodePort
@@ -485,9 +485,12 @@ def transports_of(config: Config) -> tuple[str, ...]:
 
 
 def print_unit(config: Config) -> None:
-    """Print a systemd unit of a node with these settings."""
+    """Print a systemd unit of a node with these settings; raise `UserError` if they are invalid."""
     from meshllm.cli.node.systemd import command, unit
 
-    render.out(unit(command(config, ("transport", *SETTINGS, "discovery"))), end="")
+    _options(config)
+    unused = {"model"} if config.settings.auto else set[str]()  # holds whatever `model` says
+    names = (each for each in ("transport", *SETTINGS, "discovery") if each not in unused)
+    render.out(unit(command(config, names)), end="")
     if config.settings.join is not None:
         render.talk("the unit contains no ticket: join once by hand, then start the service")

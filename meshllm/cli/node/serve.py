@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from meshllm.cli.node.door import SETTINGS as DOOR_SETTINGS
-from meshllm.cli.node.door import announce, opened_door
+from meshllm.cli.node.door import announce, opened_door, tell
 from meshllm.cli.node.node import SETTINGS, Transports, print_unit, run_node, set_up
-from meshllm.cli.shared.client import NodeClient, is_running, socket_path
+from meshllm.cli.shared.client import NodeClient, client_ticket, is_running, socket_path
 from meshllm.cli.shared.options import is_given, takes
-from meshllm.cli.terminal import render
 from meshllm.config import Scalar, Settings, load, state_path
 from meshllm.errors import UserError
+from meshllm.units import parse_address
 
 if TYPE_CHECKING:
     from asyncio import Future
@@ -84,14 +84,14 @@ def serve(
     address = _address(invocation, host, port, None if is_here else chosen.serve)
     config = load({**given, "serve": address})
     if print_service:
-        if _of_client(config.settings.join):
+        if client_ticket(config.settings):
             raise UserError(
                 "`--print-service` is for a node, and the ticket is for a client",
                 hint="write a unit that runs `meshllm serve` with `MESHLLM_JOIN` set",
             )
         print_unit(config)
         return
-    ticket = _of_client(flags["join"] if is_here else config.settings.join)
+    ticket = client_ticket(config.settings)
     if is_here or ticket:
         why = "a client holds no layers" if ticket else "a node is already running"
         hint = "omit it" if ticket else "omit it, or choose another folder with `--state`"
@@ -108,21 +108,10 @@ def serve(
 def _address(invocation: typer.Context, host: str, port: int, known: str | None) -> str:
     """Return where to listen: what no flag says is as in the setting, if one counts."""
     if known is not None:
-        from meshllm.api.tcp import parse_address
-
         known_host, known_port = parse_address(known)
         host = host if is_given(invocation, "host") else known_host
         port = port if is_given(invocation, "port") else known_port
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _of_client(join: Scalar) -> "Ticket | None":
-    """Return a ticket if it is for a client; raise `UserError` if it is none."""
-    from meshllm.protocol.trust.credential import Role
-    from meshllm.protocol.trust.ticket import parse_ticket
-
-    ticket = parse_ticket(str(join)) if join is not None else None
-    return ticket if ticket and ticket.role is Role.CLIENT else None
 
 
 async def _serve_running(chosen: Settings, address: str) -> None:
@@ -150,7 +139,8 @@ async def _serve_mesh(chosen: Settings, ticket: "Ticket", address: str) -> None:
             with opened_door(chosen, address) as door:
                 announce(door, (*status.models, *status.provided))
                 inviter = short(ticket.inviter)
-                render.talk(f"prompts go to the mesh of node `{inviter}`, which made the ticket")
+                text = f"prompts go to the mesh of node `{inviter}`, which made the ticket"
+                tell("client", text, inviter=inviter)
                 await _until_signal(drain, door.serve(node), client.failed)
 
 

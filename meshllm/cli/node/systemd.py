@@ -5,10 +5,10 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from meshllm.cli.shared.units import listed
 from meshllm.cli.terminal.render import plain
 from meshllm.config import DEFAULT, PATHS, Config, Scalar, current, expanded, files, keys
 from meshllm.model.locate import is_folder
+from meshllm.units import listed
 
 HF_FOLDERS = ("HF_HOME", "HF_HUB_CACHE")
 SHELL = (

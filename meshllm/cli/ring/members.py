@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from meshllm.cli.shared.options import Json, settings, takes
-from meshllm.cli.shared.units import parse_duration
 from meshllm.cli.terminal import render
 from meshllm.config import Scalar, Settings
 from meshllm.errors import UserError
+from meshllm.units import parse_duration
 
 if TYPE_CHECKING:
     from meshllm.cli.shared.client import NodeClient

@@ -14,6 +14,7 @@ from meshllm.cli.terminal import render
 from meshllm.config import Scalar, Settings, cache_path, change
 from meshllm.errors import UserError
 from meshllm.names import Quant, counted
+from meshllm.units import listed
 
 if TYPE_CHECKING:
     from meshllm.cli.ring.spec import Spec
@@ -210,8 +211,9 @@ def _shape(chosen: Settings, context: int) -> "ModelSizes":
 
     cache, quant = cache_path(), Quant(chosen.quant)
     dtype = None if chosen.dtype == "auto" else f"torch.{chosen.dtype}"
-    folder = find_installed(chosen.model)
-    shape = CachedShape(folder, cache, dtype, quant).read(chosen.model)
+    model = (listed(chosen.model) or (chosen.model,))[0]
+    folder = find_installed(model)
+    shape = CachedShape(folder, cache, dtype, quant).read(model)
     if shape is None:
         import_heavy("meshllm.model.capacity")
         import torch
@@ -220,7 +222,7 @@ def _shape(chosen: Settings, context: int) -> "ModelSizes":
         from meshllm.model.files.source import open_folder
 
         wanted = getattr(torch, chosen.dtype) if dtype else None
-        shape = shape_of(open_folder(chosen.model, folder), wanted, quant, cache)
+        shape = shape_of(open_folder(model, folder), wanted, quant, cache)
     return plan_shape(shape, context)
 
 

@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import Any
 
 from meshllm.cli.ring.toml_fields import check_keys, number, read_toml, tables, text
-from meshllm.cli.shared.units import MAX_MS, parse_memory, parse_time
 from meshllm.errors import UserError
 from meshllm.model.shape import free_memory
 from meshllm.names import NODE_ID_BYTES, NodeId
 from meshllm.protocol.planning.plan import Links, LinkSpeed, ModelSizes, Offer
 from meshllm.status import MeshStatus, NodeState
+from meshllm.units import MAX_MS, parse_memory, parse_time
 
 MAX_NODES = 64
 MAX_MBIT_S = 1e6

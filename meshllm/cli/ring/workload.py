@@ -67,6 +67,7 @@ class WorkloadReport:
                 }
                 for each in self.more
             ],
+            "unused": [{"machine": kind, "count": count} for count, kind in self._unused(best)],
             "searched": self.found.searched.value,
             "assumed": list(self.spec.assumed),
         }
@@ -74,13 +75,14 @@ class WorkloadReport:
     def text(self) -> str:
         """Lay it out as text."""
         best, up = self.found.best, self.found.runner_up
+        spare = ", ".join(f"{count} {kind}" for count, kind in self._unused(best))
         return "\n".join(
             [
                 render.table(_REPLICAS, self._replicas(best)),
                 "",
                 render.table(_MODELS, self._models(best)),
                 "",
-                *self._unused(best),
+                *([f"unused: {spare}"] if spare else []),
                 f"{best.mean_s:.2f} s per request, {best.tokens_per_s:.0f} tokens/s",
                 *([f"runner-up, {self._lost(up)}"] if up else []),
                 f"by memory alone, {self._lost(self.found.proportional)}",
@@ -94,12 +96,11 @@ class WorkloadReport:
             ]
         )
 
-    def _unused(self, assessed: Assessment) -> list[str]:
-        """Return a line about the machines that would save no time."""
+    def _unused(self, assessed: Assessment) -> list[tuple[int, str]]:
+        """Return the machines that would save no time, by kind."""
         used = [sum(each) for each in zip(*(each.uses for each in assessed.replicas), strict=True)]
         pairs = zip(self.spec.workload.kinds, used, strict=True)
-        spare = [f"{kind.count - use} {kind.name}" for kind, use in pairs if use < kind.count]
-        return [f"unused: {', '.join(spare)}"] if spare else []
+        return [(kind.count - use, kind.name) for kind, use in pairs if use < kind.count]
 
     def _lost(self, other: Assessment) -> str:
         if other is self.found.best:

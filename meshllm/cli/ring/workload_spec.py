@@ -63,7 +63,6 @@ from meshllm.cli.ring.toml_fields import (
     tables,
     text,
 )
-from meshllm.cli.shared.units import MAX_MS, parse_memory
 from meshllm.errors import PeerFault, UserError
 from meshllm.local_files import hint_of, read_regular
 from meshllm.model.locate import CONFIG, MAX_CONFIG_BYTES, find_installed
@@ -76,6 +75,7 @@ from meshllm.scheduler.placement import ServedModel, Workload
 from meshllm.scheduler.simulator import Arrival
 from meshllm.status import CostTable, MeshStatus, NodeStatus, from_json
 from meshllm.traces.trace import TraceLine
+from meshllm.units import MAX_MS, parse_memory
 
 MAX_MODELS = 16
 MAX_KINDS = 8

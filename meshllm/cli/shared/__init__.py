@@ -10,5 +10,4 @@ __all__ = [
     "model_record",
     "options",
     "signals",
-    "units",
 ]

@@ -91,6 +91,7 @@ def as_fields(answer: Answer) -> dict[str, Any]:
         "text": answer.text,
         "reasoning": answer.reasoning,
         "tokens": list(answer.tokens),
+        "completion_tokens": answer.completion_tokens,
         "prompt_tokens": answer.prompt_tokens,
         "cached_tokens": answer.cached_tokens,
         "finish_reason": str(answer.finish_reason),

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from httpx2 import Response
 
     from meshllm.node.options import ModelOptions
+    from meshllm.protocol.trust.ticket import Ticket
     from meshllm.status import (
         Change,
         Members,
@@ -57,6 +58,20 @@ def is_running(settings: Settings) -> bool:
     if settings.state is not None:
         check_usable(path)
     return is_answered(path)
+
+
+def client_ticket(settings: Settings) -> "Ticket | None":
+    """Return the ticket of the settings if it is for a client; raise `UserError` if it is none.
+
+    What such a ticket opens is asked also where a node runs, which may be one of another mesh.
+    """
+    if settings.join is None:
+        return None
+    from meshllm.protocol.trust.credential import Role
+    from meshllm.protocol.trust.ticket import parse_ticket
+
+    ticket = parse_ticket(settings.join)
+    return ticket if ticket.role is Role.CLIENT else None
 
 
 @asynccontextmanager
@@ -203,6 +218,9 @@ class NodeClient:
                     raise _error(response.status_code, await response.aread())
                 yield response
         except httpx2.ConnectError:
+            from meshllm.api.unix import check_usable
+
+            check_usable(self.socket)  # such as a folder of another user
             hint = f"start one with `{start_command(self.socket)}`"
             raise LinkLost(f"No node is running at `{self.socket}`", hint=hint) from None
         except httpx2.TimeoutException:

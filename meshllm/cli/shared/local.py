@@ -10,6 +10,7 @@ from typing import TypeAlias
 from meshllm.cli.shared.options import inference_config
 from meshllm.config import Settings, cache_path
 from meshllm.request import Backend
+from meshllm.units import listed
 
 RING = "meshllm.node.ring.local_ring"
 
@@ -39,7 +40,7 @@ def _load(settings: Settings) -> AbstractAsyncContextManager[Backend]:
 
     options = RingOptions(
         settings.nodes,
-        settings.transport,
+        (listed(settings.transport) or (settings.transport,))[0],  # a node may have several
         Ends(settings.ends),
         inference=inference_config(settings, cache=cache_path()),
     )

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Annotated, TypeVar, get_args
 import typer
 
 from meshllm.cli.shared import complete
-from meshllm.cli.shared.units import parse_memory
 from meshllm.cli.terminal.render import plain
 from meshllm.config import Key, Scalar, Settings, current, keys, load, state_path
 from meshllm.errors import UserError
 from meshllm.names import Quant, WireMode
 from meshllm.request import MODEL_SAMPLING, Request
+from meshllm.units import parse_memory, parse_share
 
 if TYPE_CHECKING:
     from meshllm.node.options import InferenceConfig
@@ -121,12 +121,8 @@ def check_draft(chosen: Settings) -> None:
 
 def memory_bytes(text: str, chosen: Settings) -> int:
     """Parse `8GiB`, or `50%` of the free memory; raise `UserError` for anything else."""
-    if not text.endswith("%"):
-        return parse_memory(text)
-    share = text[:-1].strip()
-    if not (share.isdecimal() and len(share) <= 3 and 0 < int(share) <= 100):
-        raise UserError(f"Invalid memory share `{text}`", hint="write `50%`, from 1% to 100%")
-    return _free_bytes(chosen) * int(share) // 100
+    share = parse_share(text)
+    return parse_memory(text) if share is None else int(_free_bytes(chosen) * share)
 
 
 def _free_bytes(chosen: Settings) -> int:

@@ -230,12 +230,22 @@ def test_a_revoked_key_is_told_by_a_tag_that_was_encrypted(
 
 
 def test_a_key_of_another_node_can_be_revoked(accounts: Accounts) -> None:
-    accounts.revoke_key("a key of elsewhere")
-    accounts.revoke_key("another one")
+    accounts.revoke_key("a key of elsewhere", NOW)
+    accounts.revoke_key("another one", NOW)
 
     assert accounts.revoked() == [tag_of("a key of elsewhere"), tag_of("another one")]
     assert accounts.is_revoked("a key of elsewhere")
     assert not accounts.is_revoked("a key of elsewher")
+
+
+def test_a_stored_key_can_be_revoked_by_itself(accounts: Accounts) -> None:
+    key = accounts.create("laptop", KeyLimits(), NOW)
+
+    accounts.revoke_key(key, NOW + 5)
+
+    (listed,) = accounts.list_keys()
+    assert (listed.state(NOW + 6), listed.revoked_s) == ("revoked", NOW + 5)
+    assert accounts.is_revoked(key)
 
 
 def test_what_others_revoked_is_stored_and_not_told_again(
@@ -253,7 +263,7 @@ def test_a_member_that_revokes_without_end_displaces_only_its_own(
     accounts: Accounts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("meshllm.api.access.accounts.MAX_HEARD", 3)
-    accounts.revoke_key("own")
+    accounts.revoke_key("own", NOW)
     accounts.hear("node-b", [tag_of("of b")])
 
     accounts.hear("node-c", [tag_of(str(number)) for number in range(5)])
@@ -266,7 +276,7 @@ def test_many_members_displace_the_oldest_and_never_the_owners(
     accounts: Accounts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("meshllm.api.access.accounts.MAX_HEARD_IN_ALL", 2)
-    accounts.revoke_key("own")
+    accounts.revoke_key("own", NOW)
 
     for number in range(4):
         accounts.hear(f"node-{number}", [tag_of(str(number))])

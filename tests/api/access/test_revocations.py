@@ -18,7 +18,7 @@ def node() -> FakeNode:
 async def test_own_ones_are_published_and_others_stored(node: FakeNode, tmp_path: Path) -> None:
     node.revoked = {"node-b": (tag_of("heard"),)}
     with Accounts.open(tmp_path / "state") as accounts:
-        accounts.revoke_key("own")
+        accounts.revoke_key("own", 0)
         sharing = asyncio.ensure_future(share_revocations(node, accounts))
         async with asyncio.timeout(60):
             await node.begun.wait()

@@ -540,6 +540,26 @@ def test_a_project_file_cannot_send_the_prompt_away(
     assert "`join` cannot be set by a project file" in result.stderr
 
 
+def test_a_ticket_in_the_environment_is_used_beside_a_node(
+    ask: Ask, node: FakeNode, thin: list[tuple[str, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MESHLLM_JOIN", TICKET)
+
+    ask("chat")
+
+    assert ([ticket for ticket, _ in thin], node.requests) == ([TICKET], [])
+
+
+def test_a_ticket_of_a_node_in_the_environment_is_not_asked(
+    ask: Ask, node: FakeNode, thin: list[tuple[str, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MESHLLM_JOIN", replace(PARSED, role=Role.NODE).encode())
+
+    ask("chat")
+
+    assert (thin, len(node.requests)) == ([], 1)
+
+
 def test_a_ticket_in_the_environment_is_used_without_a_node(
     ask: Ask, thin: list[tuple[str, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,6 +99,7 @@ def test_json_is_one_object(meshllm: Invoke) -> None:
         "text": "You said: hello",
         "reasoning": "",
         "tokens": [0, 1, 2],
+        "completion_tokens": 3,
         "prompt_tokens": 2,
         "cached_tokens": 0,
         "finish_reason": "stop",

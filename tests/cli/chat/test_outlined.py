@@ -65,7 +65,7 @@ def test_json_has_the_whole_answer(writer: Writer) -> None:
 def test_what_cannot_be_outlined_is_refused(
     writer: Writer, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], message: str
 ) -> None:
-    monkeypatch.setattr("meshllm.cli.chat.chat.read_prompt", lambda prompt, _: prompt)
+    monkeypatch.setattr("meshllm.cli.chat.chat.read_prompt", lambda prompt, _, waits: prompt)
 
     result = chat(writer, *words)
 

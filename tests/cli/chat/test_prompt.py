@@ -51,6 +51,21 @@ def test_a_prompt_is_what_was_piped_then_the_argument(
     assert read_prompt(argument, Terminal(piped)) == expected
 
 
+def test_a_pipe_that_says_nothing_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt, "QUIET_S", 0.0)
+    source, sink = os.pipe()
+    with open(source) as stdin, open(sink, "wb") as parent:  # noqa: PTH123  # a pipe
+        noted = list[str]()
+
+        def note() -> None:
+            noted.append("waits")
+            parent.write(b"late\n")
+            parent.close()
+
+        assert read_prompt("hi", stdin, waits=note) == "late\n\nhi"
+    assert noted == ["waits"]
+
+
 def test_a_terminal_without_an_argument_means_a_conversation() -> None:
     assert read_prompt(None, Terminal()) is None
 

@@ -158,6 +158,26 @@ def test_a_key_in_any_bytes_is_revoked_from_stdin(meshllm: Invoke, home: Path) -
     assert result.exit_code == 0
 
 
+@pytest.mark.parametrize(
+    "text", ["sk-of-the-team  # laptop\n", "# of the office\r\n\r\nsk-of-the-team\r\n"]
+)
+def test_a_line_of_a_key_file_is_revoked_without_its_comment(
+    meshllm: Invoke, home: Path, text: str
+) -> None:
+    result = meshllm("key", "revoke", "-", stdin=text)
+
+    with Accounts.open(home / "state" / "meshllm") as accounts:
+        assert (result.exit_code, accounts.is_revoked("sk-of-the-team")) == (0, True)
+
+
+def test_several_keys_are_not_revoked_at_once(meshllm: Invoke, home: Path) -> None:
+    result = meshllm("key", "revoke", "-", stdin="sk-one\nsk-two\n")
+
+    with Accounts.open(home / "state" / "meshllm") as accounts:
+        assert (result.exit_code, accounts.revoked()) == (2, [])
+    assert "stdin has 2 keys" in result.stderr
+
+
 def test_stdin_of_nohup_has_no_key(meshllm: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     with open(os.open(os.devnull, os.O_WRONLY)) as stdin:  # noqa: PTH123  # for writing only
         monkeypatch.setattr("meshllm.cli.commands.key.sys", SimpleNamespace(stdin=stdin))
@@ -167,7 +187,7 @@ def test_stdin_of_nohup_has_no_key(meshllm: Invoke, monkeypatch: pytest.MonkeyPa
     assert "stdin has no key" in result.stderr
 
 
-@pytest.mark.parametrize("text", ["", "\n", "x" * 257])
+@pytest.mark.parametrize("text", ["", "\n", "# none\n", "x" * 257])
 def test_stdin_must_have_a_key(meshllm: Invoke, text: str) -> None:
     result = meshllm("key", "revoke", "-", stdin=text)
 

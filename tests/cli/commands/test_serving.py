@@ -50,6 +50,17 @@ def test_only_given_options_are_changed(meshllm: Invoke, calls: list[object]) ->
     ]
 
 
+def test_settings_count_as_options(
+    meshllm: Invoke, calls: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MESHLLM_QUANT", "int8")
+    monkeypatch.setenv("MESHLLM_MEMBERS", "3")
+
+    meshllm("model", "serve", "org/m", "--members", "2")
+
+    assert calls == [ModelOptions("org/m", quant="int8", members=2)]
+
+
 def test_a_folder_is_named_for_a_process_in_another_one(
     meshllm: Invoke, calls: list[object], tmp_path: Path
 ) -> None:

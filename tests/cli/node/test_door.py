@@ -10,6 +10,7 @@ import pytest
 from meshllm.api.access.accounts import Accounts, KeyLimits
 from meshllm.cli.node.door import announce, opened_door
 from meshllm.config import Settings
+from meshllm.log import setup
 from meshllm.status import ModelStatus
 from tests.builders.fake_node import FOX
 
@@ -44,6 +45,25 @@ def test_a_door_on_every_address_names_the_one_for_other_machines(
 
     lines = [line for line in capsys.readouterr().err.splitlines() if "other machines" in line]
     assert lines == ([f"from other machines: http://{told}:{port}/v1"] if told else [])
+
+
+def test_messages_are_records_where_the_log_is_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("meshllm.transport.interfaces.hosts", lambda: ["203.0.113.7"])
+    chosen = replace(Settings(), state=str(tmp_path / "state"), log_format="json")
+    with Accounts.open(tmp_path / "state") as accounts:
+        accounts.create("a", KeyLimits(), 0.0)
+    setup(1, json=True)
+
+    with opened_door(chosen, "0.0.0.0:0") as door:
+        announce(door, ())
+        url = door.url
+
+    records = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    facts = [each["fields"] for each in records]
+    assert [each["event"] for each in facts] == ["readable", "open", "reachable"]
+    assert facts[1]["url"] == url
 
 
 def test_a_name_of_another_machine_ends_no_word_of_the_request(

@@ -614,6 +614,18 @@ def test_the_printed_unit_omits_the_ticket(meshllm: Invoke, node: FakeNode) -> N
     assert node.options is None
 
 
+def test_a_unit_is_printed_only_if_its_node_can_start(
+    meshllm: Invoke, node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = meshllm("node", "--print-service", "--draft", "builtin", "--exact")
+    monkeypatch.setenv("MESHLLM_MODEL", "org/a")
+    auto = meshllm("node", "--print-service", "--auto")
+
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert "`--draft` cannot be combined with `--exact`" in refused.stderr
+    assert " node --auto\n" in auto.stdout
+
+
 def test_a_unit_writes_no_ticket_file(meshllm: Invoke) -> None:
     result = meshllm("node", "--print-service", "--ticket-file", "ticket")
 

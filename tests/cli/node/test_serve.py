@@ -161,6 +161,17 @@ async def test_a_ticket_of_a_client_is_used_beside_the_running_node(tmp_path: Pa
     assert (done.returncode, b"No installed transport dials" in told) == (2, True)
 
 
+async def test_a_ticket_in_the_environment_is_used_beside_the_running_node(tmp_path: Path) -> None:
+    node, state = FakeNode(), tmp_path / "state"
+    async with running(node, state / "door.sock"):
+        program = (sys.executable, "-m", "meshllm", "serve", "--state", str(state), "--port", "0")
+        variables = {**os.environ, "MESHLLM_JOIN": ticket(Role.CLIENT)}
+        done = await asyncio.create_subprocess_exec(*program, stderr=subprocess.PIPE, env=variables)
+        _, told = await done.communicate()
+
+    assert (done.returncode, b"No installed transport dials" in told) == (2, True)
+
+
 def test_the_printed_unit_is_of_a_node_that_serves(meshllm: Invoke) -> None:
     printed = meshllm("serve", "--print-service", "--port", "7799", "--model", "builtin")
     client = meshllm("serve", "--print-service", "--join", ticket(Role.CLIENT))

@@ -34,6 +34,17 @@ def test_a_workload_is_placed_and_explained(meshllm: Invoke, pair: Path) -> None
     assert text.endswith("assumed: links without a latency have 0.5 ms\n")
 
 
+def test_machines_that_save_no_time_are_named(meshllm: Invoke, pair: Path) -> None:
+    pair.write_text(PAIR.replace("count = 3", "count = 12"))
+
+    text = meshllm("ring", "plan", "--workload", str(pair)).stdout
+    plan = json.loads(meshllm("ring", "plan", "--workload", str(pair), "--json").stdout)
+
+    spare = [f"{each['count']} {each['machine']}" for each in plan["unused"]]
+    assert spare
+    assert f"\nunused: {', '.join(spare)}\n" in text
+
+
 def test_json_has_the_placement_the_predictions_and_the_alternatives(
     meshllm: Invoke, pair: Path
 ) -> None:

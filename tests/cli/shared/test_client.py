@@ -163,6 +163,13 @@ async def test_without_a_node_the_hint_is_to_start_one(
     assert raised.value.exit_code == 3
 
 
+async def test_a_folder_that_cannot_be_used_is_said(home: Path) -> None:
+    (home / "file").write_text("")
+
+    with pytest.raises(UserError, match="cannot be used: not a directory"):
+        await NodeClient(home / "file" / SOCKET).status()
+
+
 async def test_the_hint_knows_the_folder_of_the_settings(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

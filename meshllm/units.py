@@ -1,4 +1,4 @@
-"""Parses amounts in option values: memory sizes, times, lists."""
+"""Parses the text of settings and options: memory sizes, times, addresses, lists."""
 
 import re
 
@@ -30,6 +30,16 @@ def parse_memory(text: str) -> int:
     raise UserError(f"Invalid memory size `{text}`", hint="write it as `8GiB` or `800MB`")
 
 
+def parse_share(text: str) -> float | None:
+    """Parse `50%` as 0.5; None without a percent sign; raise `UserError` for anything else."""
+    if not text.endswith("%"):
+        return None
+    share = text[:-1].strip()
+    if not (share.isdecimal() and len(share) <= 3 and 0 < int(share) <= 100):
+        raise UserError(f"Invalid memory share `{text}`", hint="write `50%`, from 1% to 100%")
+    return int(share) / 100
+
+
 def parse_time(text: str | None) -> float | None:
     """Parse `20ms` or `1s` as seconds; raise `UserError` for anything else. None stays None."""
     if text is None:
@@ -49,6 +59,18 @@ def parse_duration(text: str) -> int:
         hint = "write it as `90s`, `30m`, `1h` or `7d`, up to a century"
         raise UserError(f"Invalid duration `{text}`", hint=hint)
     return seconds
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Parse `HOST:PORT` or `[IPV6]:PORT`; raise `UserError` for anything else."""
+    host, colon, port = text.rpartition(":")
+    is_bracketed = host.startswith("[") and host.endswith("]")
+    is_port = port.isdecimal() and len(port) <= 5 and int(port) <= 65535
+    is_valid = colon and is_port and host
+    if not is_valid or (":" in host and not is_bracketed):
+        hint = "write it as `HOST:PORT`, such as `127.0.0.1:7780`, or `[IPV6]:PORT`"
+        raise UserError(f"Invalid address `{text}`", hint=hint)
+    return host.strip("[]"), int(port)
 
 
 def listed(text: str | None) -> tuple[str, ...] | None:
