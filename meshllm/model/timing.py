@@ -97,7 +97,7 @@ def measure_speed(
     key: tuple[str | float, ...] = (
         config_digest(source).hex(), str(dtype), quant, torch.get_num_threads(), torch.__version__,
         transformers.__version__, llvmlite.__version__, meshllm.__version__, name_of(device),
-        *machine(), "chunks by median, warm",
+        *machine(), "chunks by median, warm, on new pages",
     )  # fmt: skip
     if known := _read(load_cached(cache, *key)):
         return known
@@ -208,10 +208,11 @@ def _stock_seconds(
         layers = _Layers(Runner(shard, few, run_untested), sizes)
     runner, sizes = layers.runner, layers.sizes
     shard, index = runner.shard, runner.span.start
-    stopwatch = _Stopwatch(shard.layer(index), device)
+    stopwatch, kept = _Stopwatch(shard.layer(index), device), list[SpanCache]()
 
     def seconds(rows: int) -> float:
         x, cache = _hidden(shard, rows), shard.new_cache()
+        kept.append(cache)  # as a session does: the next prompt gets new pages
         begin = time.perf_counter()
         runner.prefill(x, cache)
         around_s = time.perf_counter() - begin - stopwatch.seconds
@@ -224,6 +225,7 @@ def _stock_seconds(
     for rows in counts:
         if rows < ROWS[-1] or times[-1][1] * rows / times[-1][0] <= LONGEST_S:
             times.append((rows, _typical(seconds, rows, device)))
+            kept.clear()
     return {rows: time * scale for rows, time in times}
 
 

@@ -187,11 +187,14 @@ class ReplicaEngine:
             sum(rank.compute_s(rows, start) for rows, start in chunks) / len(chunks)
             for rank in self._times.ranks
         )
+        head_s = self._times.head_s
+        if len(ranks) == 1:  # the only rank computes the logits of each chunk, too
+            ranks, head_s = (ranks[0] + head_s,), 0.0
         rows = tokens / len(chunks)
         wire_s = self._wire_s(ceil(rows)) if len(ranks) > 1 else 0.0
         wires = [self._times.wire_s(rank, ceil(rows)) for rank in range(len(ranks) - 1)]
         back_s = self._times.wire_s(len(ranks) - 1, 1) if len(ranks) > 1 else 0.0
-        trip_s = sum(ranks) + sum(wires) + back_s + self._times.head_s
+        trip_s = sum(ranks) + sum(wires) + back_s + head_s
         return Prefill(len(chunks), ranks, wire_s, max(0.0, trip_s - max(wire_s, *ranks)))
 
     def _head_s(self, rows: int) -> float:

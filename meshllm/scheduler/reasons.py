@@ -19,9 +19,10 @@ def why_slower(workload: Workload, best: Assessment, other: Assessment) -> str:
     if other.mean_s <= best.mean_s * (1 + _SAME):
         more = other.machines - best.machines
         return f"it is as fast with {more} more of the machines" if more > 0 else "it is as fast"
+    held = {each.model for each in other.replicas}
     losses = [
         (served.load.rate * (theirs.total_s[0] - ours.total_s[0]), model)
-        if theirs.served
+        if (theirs.served or not theirs.refused) and model in held
         else (inf, model)
         for model, (served, ours, theirs) in enumerate(
             zip(workload.models, best.models, other.models, strict=True)
@@ -32,6 +33,8 @@ def why_slower(workload: Workload, best: Assessment, other: Assessment) -> str:
     ours, theirs = best.models[model], other.models[model]
     if theirs.refused:
         return f"it refuses {theirs.refused} of {theirs.refused + theirs.served} for {name}"
+    if model not in held:
+        return f"it has no replica of {name}"
     waits, steps = theirs.ttft_s[0] - ours.ttft_s[0], theirs.token_s[0] - ours.token_s[0]
     answer = workload.models[model].load.answer.mean
     if waits >= steps * answer:

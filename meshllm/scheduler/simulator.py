@@ -188,8 +188,8 @@ class _ReplicaQueue:
     _prefilling: tuple[int, Prefill] | None = None
     _chunks: float = 0.0
     """Left of the prompt."""
-    _draining: list[tuple[float, int]] = field(default_factory=list)
-    """Heap of when they run."""
+    _draining: list[tuple[float, int, Prefill]] = field(default_factory=list)
+    """Heap of when they run; until then later ranks compute their last chunks."""
     _running: list[tuple[float, int]] = field(default_factory=list)
     """Heap of the count of steps after which they are done."""
     _steps: float = 0.0
@@ -227,7 +227,7 @@ class _ReplicaQueue:
             self._steps = max(self._steps, self._running[0][0])
         if self._prefilling is not None and now >= self._prefilled_s:
             request, prefill = self._prefilling
-            heappush(self._draining, (now + prefill.drain_s, request))
+            heappush(self._draining, (now + prefill.drain_s, request, prefill))
             self._prefilling = None
         while self._draining and self._draining[0][0] <= now:
             self._join(heappop(self._draining)[1])
@@ -266,10 +266,13 @@ class _ReplicaQueue:
         if self._prefilling is None and self._waiting and self._active < engine.most_sessions:
             self._admit(engine)
         prefill = self._prefilling[1] if self._prefilling is not None else None
+        last = self._draining[0][2] if self._draining else None
         if prefill is not None and sessions:
             self._period, self._rate = engine.mixed(sessions, self._cached, prefill)
         elif prefill is not None:
             self._rate = 1 / prefill.interval_s
+        elif sessions and last is not None and len(last.ranks) > 1:
+            self._period, _ = engine.mixed(sessions, self._cached, last)
         elif sessions:
             self._period = engine.decode(sessions, self._cached)
         self._prefilled_s = self._finish_s = inf
