@@ -100,6 +100,11 @@ class ModelStatus:
     """The name that it shares with other quantisations, if `name` is another one."""
 
     @property
+    def is_served(self) -> bool:
+        """Whether a ring or a provider answers requests for it now."""
+        return bool(self.rings or self.providers or self.beside)
+
+    @property
     def is_uniform(self) -> bool:
         """Whether all that serve it are alike: rings without providers, or one provider."""
         return len(self.providers) == 1 or not (self.providers or self.beside)

@@ -43,6 +43,6 @@ class Health:
     async def _can_answer(self) -> bool:
         try:
             async with asyncio.timeout(PATIENCE_S):
-                return bool(await self._node.models())
+                return any(each.is_served for each in await self._node.models())
         except (MeshError, TimeoutError):  # such as of a client that does not reach its mesh
             return False

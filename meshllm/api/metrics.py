@@ -71,7 +71,8 @@ def _families(status: MeshStatus) -> Iterator[_Family]:
     yield _gauge(
         "open_sessions",
         "Sessions that run or wait.",
-        _one(counts.active, state="active") + _one(counts.waiting, state="waiting"),
+        _one(counts.active - counts.waiting, state="active")
+        + _one(counts.waiting, state="waiting"),
     )
     yield _counter(
         "sessions_total",

@@ -84,7 +84,7 @@ class ClientControl:
 
     def _ring(self, models: Sequence[ModelStatus], reason: str) -> RingStatus:
         epoch = max((each.epoch for each in models), default=0)
-        serves = any(each.epoch or each.providers for each in models)
+        serves = any(each.is_served for each in models)
         waiting = RingState.FORMING if models else RingState.WAITING
         return RingStatus(
             state=RingState.SERVING if serves else waiting,

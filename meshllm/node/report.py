@@ -74,7 +74,7 @@ def mesh_status(view: NodeView, memory: MemoryStatus) -> MeshStatus:
         nodes=tuple(_node(view, each) for each in _known(view)),
         sessions=SessionCounts(
             counts.active,
-            waiting=max(0, counts.active - view.sessions),
+            waiting=counts.active - counts.begun,
             served=counts.served,
             failed=counts.failed,
             tokens=counts.tokens,
@@ -412,7 +412,7 @@ def _plan_of(view: NodeView, node: NodeId) -> Plan | None:
 
 def _link(link: LinkView) -> LinkStatus:
     return LinkStatus(
-        round_trip_ms=link.round_trip_us / 1e3,
+        round_trip_ms=link.round_trip_us / 1e3 if link.round_trip_us else None,
         path=str(link.statistics.path),
         path_reason=link.statistics.path_reason,
         address=link.address,

@@ -35,6 +35,12 @@ async def test_a_server_without_a_model_is_not() -> None:
     assert said.headers["retry-after"] == "2"
 
 
+async def test_nor_is_one_whose_rings_have_yet_to_form() -> None:
+    (said,) = await asked(FakeNode(waits_for="one more node"))
+
+    assert said.status_code == 503
+
+
 async def test_nor_is_one_that_does_not_reach_its_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
     async def models(_: FakeNode) -> list[ModelStatus]:
         raise LinkLost("gone")

@@ -51,7 +51,7 @@ def mesh_status() -> MeshStatus:
     status = with_node(status, 1, name='a "b"\\\nc')
     status = with_link(status, 1, round_trip_ms=2.5, bytes_sent=1000)
     losses = (LossCounts(LossCause.NODE_LOST, 2, 1.75, 96, 480),)
-    return replace(status, sessions=SessionCounts(1, 2, 3, 4, 99, losses, 480))
+    return replace(status, sessions=SessionCounts(3, 2, 3, 4, 99, losses, 480))
 
 
 FOX = ModelStatus("fox", 0, 0, "", "", 2048, providers=("gpu",), precision="bf16")

@@ -260,6 +260,7 @@ def test_the_latest_measurement_is_reported(node: Owned) -> None:
     node.see(
         counts=Counts(
             active=3,
+            begun=1,
             served=2,
             failed=1,
             tokens=9,

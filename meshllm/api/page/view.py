@@ -241,7 +241,7 @@ def _model(
     holders = model.providers or tuple(held)
     states = [status.ring.state] if is_own else [each.state for each in rings]
     if status.is_client:  # it knows whether there is a ring, not how many
-        states, model = [RingState.SERVING] if model.epoch else [], replace(model, replicas=1)
+        states, model = [RingState.SERVING] if model.rings else [], replace(model, replicas=1)
     return PageModel(
         model.name,
         model.weight_precision,

@@ -97,7 +97,7 @@ class FurtherRing:
             self.server.offer.resize(memory)
 
     def _leave(self) -> None:
-        del self._parts.state.further[self._group]
+        self._parts.state.end_further(self._group)
         self.server.offer.close()
         if self.is_stopped:  # else the whole node stops
             self.server.end(self._group)

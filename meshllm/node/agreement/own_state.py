@@ -88,6 +88,7 @@ class OwnState:
         """This node in further rings."""
         self.refused: set[GroupId] = set()
         """Further rings that this node could not serve a moment ago."""
+        self._ended = Counter[LossCause]()  # `recomputed` of further rings that have ended
         self._machine = machine
         self._links = links
         self._call_later = call_later
@@ -123,7 +124,13 @@ class OwnState:
     @property
     def recomputed(self) -> Counter[LossCause]:
         """Rows computed again on this node after losses, times the layers that computed them."""
-        return sum((each.recomputed for each in self.members), Counter[LossCause]())
+        return sum((each.recomputed for each in self.members), self._ended)
+
+    def end_further(self, group: GroupId) -> RingMember:
+        """Take part in a further ring no longer; what it has counted stays counted."""
+        member = self.further.pop(group)
+        self._ended += member.recomputed
+        return member
 
     def begin_further(self, group: GroupId, plan_reason: Callable[[], str]) -> RingMember:
         """Take part in a further ring, too."""

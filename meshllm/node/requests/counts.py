@@ -17,6 +17,7 @@ class Counts:
     """Counters of the requests whose ingress is this node."""
 
     active: int = 0
+    """In progress, waiting or begun."""
     served: int = 0
     failed: int = 0
     tokens: int = 0
@@ -27,6 +28,8 @@ class Counts:
     last_tokens: int = 0
     by_ring: Mapping[GroupId, tuple[Answer, int]] = field(default_factory=dict)
     """The same for each of the rings that answered last."""
+    begun: int = 0
+    """Of the active ones: their first event has come."""
 
     def loss_counts(self, rows: Mapping[LossCause, int] = _NO_ROWS) -> tuple[LossCounts, ...]:
         """Return the losses, with the rows that they cost this node, for the status."""

@@ -97,7 +97,16 @@ from meshllm.protocol.membership.codec import AnswerEvent, RequestMessage
 from meshllm.protocol.membership.records import ModelOffer
 from meshllm.protocol.ring.failover import Failover
 from meshllm.protocol.ring.interruption import RingPlan
-from meshllm.request import Answer, Backend, Event, Interruption, Piece, Request
+from meshllm.request import (
+    Answer,
+    Backend,
+    Event,
+    Interruption,
+    Piece,
+    PromptTokens,
+    Request,
+    Waiting,
+)
 from meshllm.strict_json import WrongField
 
 MAX_COUNTED = 1 << 17  # tokens of one that waits: about the longest context, whatever it asks for
@@ -321,16 +330,21 @@ class RequestRouter:
         else:
             answer = self._awaiting_ring(pinned, asker)
         self.counts.active += 1
+        is_begun = False
         try:
             with self._held.holding(asker_of((None, request.scope)), size_of(request)):
                 async with aclosing(answer) as events:
                     async for event in events:
+                        if not is_begun and not isinstance(event, Waiting | PromptTokens):
+                            is_begun = True
+                            self.counts.begun += 1
                         yield event
         except MeshError:
             self.counts.failed += 1
             raise
         finally:
             self.counts.active -= 1
+            self.counts.begun -= is_begun
 
     def _provided_model(self, request: Request) -> str | None:
         """Return the name of the model that a provider is asked for; None if a ring is asked."""

@@ -274,6 +274,65 @@ async def test_lists_and_code_within_a_numbered_list(
     assert await page.locator(".assistant pre").all_inner_texts() == ["def f():\n    x"]
 
 
+async def test_blank_lines_in_code_within_a_list_end_nothing(visit: Visit, door: FakeNode) -> None:
+    code = "import os\n\n\ndef f():\n    pass"
+    inner = "\n".join(f"   {line}" if line else "" for line in ["```py", *code.split("\n"), "```"])
+    door.said = saying(f"1. Do:\n{inner}\n2. Next\n\nrest")
+    page = await visit.open("chat")
+
+    await ask(page, "Hi")
+
+    assert await page.locator(".assistant pre").all_inner_texts() == [code]
+    assert await page.locator(".assistant ol > li").count() == 2
+    assert await page.inner_text(".assistant > p:not(.note)") == "rest"
+
+
+async def test_a_conversation_that_another_tab_deletes_during_an_answer_stays_deleted(
+    visit: Visit, door: FakeNode
+) -> None:
+    door.waits_at = 2
+    first = await visit.open("chat")
+    await begin(first, "One")
+    await first.get_by_text("hello", exact=True).wait_for()
+    second = await first.context.new_page()
+    visit.watch(second)
+    await second.goto(f"{visit.url}#chat")
+    await second.evaluate("localStorage.clear()")
+    await first.wait_for_function("() => !localStorage.length")  # another process: it takes a while
+
+    door.go.set()
+    await finished(first)
+
+    assert await second.evaluate("localStorage.length") == 0
+
+
+async def test_a_conversation_that_another_tab_continues_during_an_answer_is_kept_twice(
+    visit: Visit, door: FakeNode
+) -> None:
+    door.waits_at = 2
+    first = await visit.open("chat")
+    await begin(first, "One")
+    await first.get_by_text("hello", exact=True).wait_for()
+    second = await first.context.new_page()
+    visit.watch(second)
+    await second.goto(f"{visit.url}#chat")
+    await second.evaluate(
+        """() => {
+          const name = Object.keys(localStorage).find((each) => each.startsWith("meshllm-talk-"));
+          const talk = JSON.parse(localStorage.getItem(name));
+          talk.turns[0].content = "Two";
+          talk.changed += 1;
+          localStorage.setItem(name, JSON.stringify(talk));
+        }"""
+    )
+    await first.wait_for_function("() => JSON.stringify(localStorage).includes('Two')")
+
+    door.go.set()
+    await finished(first)
+
+    assert sorted(await first.locator("#talks li").all_inner_texts()) == ["One", "Two"]
+
+
 async def test_a_wide_table_scrolls_before_its_words_break(visit: Visit, door: FakeNode) -> None:
     words = ["Contiguous", "Predictions", "Acceptance", "Throughput"]
     rows = (f"| {' | '.join(each)} |" for each in (words, ["-"] * 4, words))

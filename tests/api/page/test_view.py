@@ -106,7 +106,7 @@ def test_every_model_is_shown_with_its_holders() -> None:
 def test_a_client_shows_which_models_answer_and_nothing_of_nodes() -> None:
     status = status_of(1)
     assert status.model
-    models = tuple(replace(status.model, epoch=epoch, replicas=3) for epoch in (0, 2))
+    models = tuple(replace(status.model, rings=rings, replicas=3) for rings in (0, 2))
     ring = replace(status.ring, stages=(), predicted=None)
     status = replace(status, models=models, provided=(FOX,), nodes=(), ring=ring, is_client=True)
 

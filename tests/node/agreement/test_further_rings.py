@@ -66,8 +66,10 @@ class Node:
         self.wanted: dict[GroupId, int] | None = None  # by the records, from now on
         self.refused: set[GroupId] = set()
         self.published: list[set[GroupId]] = []  # what it refuses, each time
+        further = dict[GroupId, Any]()
         self.state = SimpleNamespace(
-            is_leaving=False, further={}, begin_further=self._member, members=self.members,
+            is_leaving=False, further=further, begin_further=self._member, members=self.members,
+            end_further=further.pop,
             refused=self.refused, publish=lambda: self.published.append(set(self.refused)),
         )  # fmt: skip
         parts = SimpleNamespace(

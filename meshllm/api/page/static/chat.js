@@ -1,7 +1,7 @@
 // The chat: conversations with a model, and the answers as they come.
-import { at, button, call, counted, element, key, objects, patch } from "./door.js";
+import { at, button, call, counted, element, key, objects, patch, silence } from "./door.js";
 import { copy, render } from "./markdown.js";
-import { blank, forget, isAbout, load, save, title } from "./talks.js";
+import { blank, forget, isAbout, load, newId, save, stored, title } from "./talks.js";
 
 const seeds = 2 ** 32; // drawn here: the server's own are larger than the integers of JavaScript
 const alternatives = 4; // beside the token that was chosen
@@ -63,7 +63,7 @@ function keepPart() {
   const turn = talk.turns.at(-1);
   if (replaced && !turn.content && !turn.reasoning) talk.turns.splice(-1, 1, replaced);
   else turn.note = "stopped";
-  save(talk);
+  storeOwn(talk);
 }
 
 function sendOnEnter(field, send) {
@@ -147,6 +147,16 @@ function keepTalk() {
 function store(kept) {
   if (save(kept)) unsaved.delete(kept.id);
   else unsaved.add(kept.id);
+}
+
+// Stores a conversation at the end of an answer, in which another tab may have deleted it, or gone on with it.
+function storeOwn(own) {
+  if (!unsaved.has(own.id)) {
+    const kept = stored(own);
+    if (!kept) return;
+    if (kept.changed !== own.changed) own.id = newId(); // both are kept
+  }
+  store(own);
 }
 
 // Draws a conversation in place of another; its system prompt is left alone after that, as it may be edited.
@@ -318,9 +328,16 @@ async function answer(before) {
   const isCurrent = () => talk === own;
   const paint = painter(turn, isCurrent);
   const clock = { began: performance.now(), first: 0 };
+  const asking = running;
+  let timer;
+  const hear = () => {
+    clearTimeout(timer);
+    timer = setTimeout(() => asking.abort(new Error("The connection to the server is lost")), silence);
+  };
   try {
-    const reply = await request(own.system, asked, running.signal);
-    for await (const chunk of objects(reply)) {
+    hear();
+    const reply = await request(own.system, asked, asking.signal);
+    for await (const chunk of objects(reply, hear)) {
       if (chunk.error) throw new Error(chunk.error.message);
       take(turn, chunk, clock);
       paint();
@@ -330,9 +347,10 @@ async function answer(before) {
     if (error.name === "AbortError") turn.note = note(turn, clock, "stopped");
     else turn.error = error.message;
   } finally {
+    clearTimeout(timer);
     running = null;
     if (before && !turn.content && !turn.reasoning && !clock.isDone) own.turns.splice(-1, 1, { ...before, error: turn.error });
-    if (talks.includes(own)) store(own);
+    if (talks.includes(own)) storeOwn(own);
     reload();
     draw();
   }

@@ -8,6 +8,8 @@ try {
   // the storage of this browser is off
 }
 
+export const silence = 45_000; // ms, of a connection that is lost: the server sends a comment every 10 or 15 s
+
 export const key = () => secret;
 
 export function keep(given) {

@@ -33,10 +33,12 @@ function block(lines, at, depth) {
   return [inline(element("p"), body.join("\n")), at];
 }
 
+const closing = (mark) => (line) => line.trim().startsWith(mark) && !line.trim().replaceAll(mark[0], "");
+
 function fence(lines, at) {
   const [, margin, mark, about] = opening.exec(lines[at]);
   const language = about.trim().slice(0, 20);
-  const isClosing = (line) => line.trim().startsWith(mark) && !line.trim().replaceAll(mark[0], "");
+  const isClosing = closing(mark);
   const body = [];
   for (at += 1; at < lines.length && !isClosing(lines[at]); at += 1) body.push(unindented(lines[at], margin.length));
   const code = body.join("\n");
@@ -95,8 +97,12 @@ function list(lines, at, depth) {
     const first = lines.slice(at + 1).find((line) => line.trim()) ?? "";
     const inset = Math.min(margin.length + found[2].length + 1, first.search(/\S|$/));
     const inner = [];
-    for (at += 1; at < lines.length && /^\s*$|^\s{2,}/.test(lines[at]) && !isNext(lines, at, margin); at += 1) {
-      inner.push(unindented(lines[at], inset));
+    let isClosing; // of the code that is open
+    for (at += 1; at < lines.length && /^\s*$|^\s{2,}/.test(lines[at]) && (isClosing || !isNext(lines, at, margin)); at += 1) {
+      const line = unindented(lines[at], inset);
+      inner.push(line);
+      if (isClosing) isClosing = isClosing(line) ? undefined : isClosing;
+      else if (opening.test(line)) isClosing = closing(opening.exec(line)[2]);
     }
     const entry = inline(element("li"), found[3]);
     entry.append(...render(inner.join("\n"), depth + 1));

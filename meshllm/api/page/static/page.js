@@ -1,12 +1,11 @@
 // The views of the page, the key, and the state of the mesh, which most views show.
 import { offerModels, startChat } from "./chat.js";
-import { at, headers, keep, key, objects } from "./door.js";
+import { at, headers, keep, key, objects, silence } from "./door.js";
 import { drawMesh, drawModels, drawRings } from "./mesh.js";
 import { drawPlan, startPlan } from "./plan.js";
 import { showOwner, startOwner } from "./owner.js";
 
 const views = ["mesh", "chat", "models", "plan", "keys"];
-const silence = 45_000; // ms, of a connection that is lost: the server sends a comment every 15 s
 let connection = new AbortController();
 let timer;
 

@@ -1,7 +1,7 @@
 // Conversations, each kept in this browser under a name of its own, so that tabs do not undo each other.
 const prefix = "meshllm-talk-";
 
-const newId = () => `${Date.now().toString(36)}-${Math.random().toString(36).slice(2, 10)}`;
+export const newId = () => `${Date.now().toString(36)}-${Math.random().toString(36).slice(2, 10)}`;
 
 export const blank = (system = "") => ({ id: newId(), changed: Date.now(), system, turns: [] });
 
@@ -38,6 +38,9 @@ export function save(talk) {
     return false;
   }
 }
+
+// As this tab or another one left it; null if it is not kept.
+export const stored = (talk) => parse(localStorage.getItem(prefix + talk.id));
 
 export function forget(talk) {
   try {
