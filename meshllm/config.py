@@ -54,7 +54,7 @@ _FORMS: dict[str, Callable[[str], object]] = {
     "prefix_cache": lambda text: text == "0" or parse_share(text) or parse_memory(text),
     "keep": parse_duration,
     "layers": Span.parse,
-    "serve": parse_address,
+    "serve": lambda text: text == "" or parse_address(text),  # "" is the default, none
 }
 """Parsers of texts that have a form."""
 PATHS = frozenset({"state", "key_file", "tls_cert", "tls_key", "trace"})
@@ -349,7 +349,7 @@ def read_file(path: Path) -> dict[str, Any]:
 def check_file(path: Path, text: str) -> None:
     """Raise `UserError` unless a file of this text would be valid."""
     for name, value in _parse_file(path, text.encode(errors="surrogateescape")).items():
-        _check_place(name, path)
+        check_place(name, path)
         check(name, value, str(path))
 
 
@@ -407,7 +407,7 @@ def _given(
 ) -> Iterator[tuple[str, Scalar, str]]:
     for path in files(folder):
         for name, value in read_file(path).items():
-            _check_place(name, path)
+            check_place(name, path)
             yield name, value, str(path)
     for variable, text in sorted((os.environ if environ is None else environ).items()):
         if variable.startswith(PREFIX):
@@ -430,7 +430,7 @@ def _parse_file(path: Path, data: bytes) -> dict[str, Any]:
     raise UserError(f"Cannot read `{path}`: {reason}", hint=hint)
 
 
-def _check_place(name: str, path: Path) -> None:
+def check_place(name: str, path: Path) -> None:
     """Raise `UserError` if a project file may not contain a setting."""
     if find_key(name, str(path)).name not in PROJECT_KEYS and path.name == PROJECT_FILE:
         raise UserError(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import tomli_w
 
-from meshllm.config import Scalar, check_file, keys, parse, read_file
+from meshllm.config import Scalar, check_file, check_place, keys, parse, read_file
 from meshllm.errors import UserError
 from meshllm.local_files import hint_of, replace_text
 
@@ -14,11 +14,14 @@ from meshllm.local_files import hint_of, replace_text
 def put(path: Path, name: str, text: str) -> Scalar:
     """Set one setting in a file, and return its value; comments of the file are not kept.
 
+    Others are left as they are, invalid ones too: they may be repaired one by one.
+
     Raises:
         UserError: an unknown name, an invalid value, or a file that cannot be read or written.
     """
+    check_place(name, path)
     value = parse(name, text, str(path))
-    write(path, tomli_w.dumps({**read_file(path), name: value}))
+    _replace(path, tomli_w.dumps({**read_file(path), name: value}))
     return value
 
 
@@ -34,7 +37,7 @@ def drop(path: Path, name: str) -> None:
         hint = f"did you mean `{close[0]}`?" if close else "see `meshllm config show --origin`"
         raise UserError(f"`{path}` does not set `{name}`", hint=hint)
     del values[name]
-    write(path, tomli_w.dumps(values))
+    _replace(path, tomli_w.dumps(values))
 
 
 def write(path: Path, text: str) -> None:
@@ -44,6 +47,10 @@ def write(path: Path, text: str) -> None:
         UserError: a setting is unknown, invalid, or not allowed there; the file cannot be written.
     """
     check_file(path, text)
+    _replace(path, text)
+
+
+def _replace(path: Path, text: str) -> None:
     path = path.resolve()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -108,7 +108,8 @@ class LanedLink:
         """
         self._incoming.limit = size
         if size is not None and (unread := self._incoming.unread) > size:
-            self.end(PeerFault(f"{unread} B unread exceed the limit of {size} B"))
+            text = f"{unread} B unread exceed the limit of {size} B"
+            self.end(PeerFault(f"Protocol violation by `{self._address}`: {text}"))
         self._wire.note_authentication(is_authenticated=size is None)
 
     @property
@@ -118,8 +119,8 @@ class LanedLink:
 
     def begin(self, kind: int, number: int, size: int) -> None:
         """Start receiving a piece with a body of ``size`` bytes; raise `PeerFault` if invalid."""
-        if self._is_closed:
-            return  # the peer has not read our close frame yet
+        if self._is_closed or self._end is not None:
+            return  # the peer does not know of it yet
         if kind & ~1 == BACK and not size:
             channel = Channel(kind & 1)
             self._outgoing.receive_credit(channel, number)
@@ -129,7 +130,8 @@ class LanedLink:
 
     def fill(self, part: memoryview | bytes) -> None:
         """Receive the next part of the body."""
-        if not self._is_closed and self._incoming.fill(part):
+        is_over = self._is_closed or self._end is not None
+        if not is_over and self._incoming.fill(part):
             self._reader.wake()
 
     def flush(self) -> None:

@@ -202,8 +202,9 @@ class _Receiving:
     """Length of the current message."""
     missing: int = 0
     """Bytes of it that have not arrived."""
-    body: memoryview | None = None
-    """Its buffer; None if it arrives in one part."""
+    body: bytearray | None = None
+    """What has arrived of it, which grows: a peer takes no more memory than it has sent. None if it
+    arrives in one part."""
     held: int = 0
     """Cost of messages, complete or partial, whose credit was not returned."""
     read: int = 0
@@ -225,13 +226,12 @@ class _Receiving:
             self.missing = 0
             return True
         if self.body is None:
-            self.body = memoryview(bytearray(self.size))
-        start = self.size - self.missing
-        self.body[start : start + len(part)] = part
+            self.body = bytearray()
+        self.body += part
         self.missing -= len(part)
         if self.missing:
             return False
-        self.queue.append(self.body)
+        self.queue.append(memoryview(self.body))
         self.body = None
         return True
 

@@ -63,7 +63,8 @@ async def _serve_anywhere(
             if error.errno == errno.EADDRNOTAVAIL and len(hosts) > 1:  # no IPv6 on this machine
                 return await _serve_anywhere(listener, hosts[:1])
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):  # no other port would do
-                raise cannot_listen(f"port {port}", error) from error
+                reason = cannot_listen("a TCP port", error)
+                raise UserError(str(reason)) from error
     raise UserError(
         f"No free port from {PORTS.start} to {PORTS.stop - 1}",
         hint="choose one with `--listen HOST:PORT`",

@@ -63,6 +63,11 @@ class CountedCache:
 
     length: int = 0
     branches: bool = True
+    croppable: bool = True
+
+    @property
+    def parts(self) -> "tuple[CountedCache]":
+        return (self,)
 
     def crop(self, length: int) -> None:
         if length > self.length:
@@ -84,6 +89,8 @@ class CountingLayers:
     passes: list[tuple[str, list[int]]] = field(default_factory=list)
     """The kind of each pass, and the lengths of its caches before it."""
     error: Exception | None = None
+    most: int = 99
+    """Caches that may grow in one pass; one more is out of memory, once the others have grown."""
     is_row_invariant: bool = True
     vocabulary: int = VOCABULARY
     span: Span = field(default_factory=lambda: Span(0, 1))
@@ -112,6 +119,8 @@ class CountingLayers:
         self.passes.append((kind, [cache.length for cache in caches]))
         for x, cache in zip(parts, caches, strict=True):
             cache.length += x.shape[1]
+        if len(caches) > self.most:
+            raise RuntimeError("cannot allocate memory")
         return [self.apply(x) for x in parts]
 
 

@@ -10,7 +10,7 @@ from meshllm.cli.ring.plan import find_placement
 from meshllm.cli.shared import complete
 from meshllm.cli.shared.options import Json, settings, takes
 from meshllm.cli.terminal import render
-from meshllm.config import DEFAULT, Scalar, Settings, current, expanded, load
+from meshllm.config import DEFAULT, Scalar, Settings, current, expanded, files, load
 from meshllm.errors import UserError
 
 if TYPE_CHECKING:
@@ -79,7 +79,8 @@ def serve(
 
     config = load(flags)
     chosen, sources = config.settings, config.origins
-    given = {name: current(chosen, name) for name in flags if sources[name] != DEFAULT}
+    in_files = {DEFAULT, *map(str, files())}  # settings of files are those of this machine's node
+    given = {name: current(chosen, name) for name in flags if sources[name] not in in_files}
     given.pop("state", None)
     is_flag = any(value is not None for name, value in flags.items() if name != "state")
     if (model is None) is (plan is None) or (plan and (is_flag or alias)):

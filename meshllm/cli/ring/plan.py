@@ -205,13 +205,14 @@ def find_placement(path: Path, trace: Path | None, chosen: Settings) -> "Workloa
 
 
 def _shape(chosen: Settings, context: int) -> "ModelSizes":
-    from meshllm.model.locate import find_installed
+    from meshllm.model.locate import find_installed, is_folder
     from meshllm.model.shape import CachedShape
     from meshllm.node.ring.shape import plan_shape
 
     cache, quant = cache_path(), Quant(chosen.quant)
     dtype = None if chosen.dtype == "auto" else f"torch.{chosen.dtype}"
-    model = (listed(chosen.model) or (chosen.model,))[0]
+    models = (chosen.model,) if is_folder(chosen.model) else listed(chosen.model)
+    model = (models or (chosen.model,))[0]
     folder = find_installed(model)
     shape = CachedShape(folder, cache, dtype, quant).read(model)
     if shape is None:

@@ -65,7 +65,7 @@ def client_ticket(settings: Settings) -> "Ticket | None":
 
     What such a ticket opens is asked also where a node runs, which may be one of another mesh.
     """
-    if settings.join is None:
+    if not settings.join:
         return None
     from meshllm.protocol.trust.credential import Role
     from meshllm.protocol.trust.ticket import parse_ticket

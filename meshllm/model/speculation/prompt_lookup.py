@@ -126,8 +126,8 @@ class SuffixDrafter:
         self._found: tuple[NgramIndex, int] | None = None
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens to the text."""
-        self._own.extend(tokens)
+        """Append tokens to the text; of a longer prompt, its end is indexed."""
+        self._own.extend(tokens[-MAX_STORE:])
 
     def look(self) -> int | None:
         """Return the confidence of the next draft, by the longest match; None without one."""

@@ -211,6 +211,8 @@ def replay_obstacle(
         return "no replay: its caches cannot be written from a trace", True
     if not jit.jit_available():
         return "no replay: executable memory is forbidden", True
+    if not jit.has_fma():
+        return "no replay: the processor has no fused multiply-add", True
     sizes = [matrix_bytes(each, quant) for each in layers]
     if (size := sum(sizes) // max(1, len(sizes))) > REPLAYED_BYTES:
         gain = f"it gains less than 5 % with {size // 10**6} MB per layer"
@@ -220,6 +222,8 @@ def replay_obstacle(
 
 def own_attention(config: Any, dtype: torch.dtype) -> str:
     """Name the kernels of attention on this CPU, where that of steps is ours."""
+    if not jit.has_fma():
+        return "torch"
     is_usual = dtype == torch.bfloat16
     prompts = prefill_kernel(*_query_heads(config)) if is_usual else PrefillKernel.OWN
     return "own" if prompts is PrefillKernel.OWN else f"own, of prompts {prompts}"

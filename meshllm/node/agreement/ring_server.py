@@ -26,6 +26,7 @@ from meshllm.node.agreement.planner import Planner
 from meshllm.node.agreement.ring_member import RingMember
 from meshllm.node.event_loop import OffLoop
 from meshllm.node.net.mesh_link import MeshLinks
+from meshllm.node.ring.shape import reserved_bytes
 from meshllm.node.timer import CallLater
 from meshllm.node.view import OwnRing
 from meshllm.node.weights import WeightFetcher, WeightServer, WeightSupply
@@ -219,7 +220,7 @@ class RingServer:
                 span=None,
             )
         self.supply.begin(offered.weights, model.source.folder)
-        self.offer.begin(offered, ring.shape.workspace_bytes)
+        self.offer.begin(offered, reserved_bytes(model.shape))
         runtime = self.member.begin(model)
         self._parts.weights.offer(ring.config_digest, lambda: preparation.parts(model))
         model.obtain = self.supply.obtain

@@ -11,7 +11,6 @@ import time
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import Executor
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache, partial
@@ -83,13 +82,19 @@ def own_hosts() -> frozenset[str]:
     """Return the addresses of the interfaces of this machine, some seconds old at most.
 
     Where they cannot be listed, as with too many open files, they are those of the last time.
+
+    Raises:
+        OSError: they were never listed.
     """
-    with suppress(OSError):
+    try:
         _last[:] = [_hosts_at(int(time.monotonic() / HOSTS_S))]
+    except OSError:
+        if not _last:
+            raise
     return _last[0]
 
 
-_last = [frozenset[str]()]
+_last = list[frozenset[str]]()
 
 
 @lru_cache(maxsize=1)

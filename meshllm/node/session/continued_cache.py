@@ -46,6 +46,16 @@ def crop_cache(cache: SessionCache, length: int) -> None:
         raise CacheMiss(str(error)) from None
 
 
+def undo_step(cache: SessionCache, length: int) -> None:
+    """Undo a step that failed in some layer; raise `CacheMiss` where a state has changed in place.
+
+    Such a session is computed again from its first position.
+    """
+    if not all(part.croppable for part in cache.parts):
+        raise CacheMiss("a step failed that changes states")
+    crop_cache(cache, length)
+
+
 def recompute(
     layers: SpanRunner,
     x: Tensor | None,

@@ -518,8 +518,13 @@ class EntryNode:
         """Sample, and run the steps that follow; runs on the compute thread."""
         rows = sum(1 + len(sample.job.guesses) for sample in samples)
         before = max(sample.job.pos for sample in samples)
-        with self._worker.expected(self._config.limits, rows, before, is_step=True):
-            yield from sample_batch(self._runners, self._head, samples)
+        limits = self._config.limits
+
+        def again(rows: int, before: int) -> None:
+            self._worker.excuse(limits.begin(rows, before, is_step=True))
+
+        with self._worker.expected(limits, rows, before, is_step=True):
+            yield from sample_batch(self._runners, self._head, samples, again)
 
     def _prefill(self, generation: Generation, job: Embed, watch: Stopwatch) -> Blob | None:
         """Run tokens; runs on the compute thread."""

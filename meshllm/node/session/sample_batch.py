@@ -1,6 +1,6 @@
 """Batched jobs of the entry for several sessions: LM head, sampling, the next Embed."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from meshllm.model.split.session_cache import SessionCache
 from meshllm.node.compute.batcher import attempt, map_valid
 from meshllm.node.compute.stopwatch import Stopwatch
-from meshllm.node.session.continued_cache import crop_cache
+from meshllm.node.session.continued_cache import undo_step
 from meshllm.node.session.generation import EntryRunners, Generation
 from meshllm.node.session.split_head import HeadParts, SplitStep
 from meshllm.protocol.session.actions import Embed, Pick
@@ -39,11 +39,15 @@ def compute_own_logits(head: HeadParts, sample: SampleJob) -> None:
 
 
 def sample_batch(
-    runners: EntryRunners, head: HeadParts | None, samples: Sequence[SampleJob]
+    runners: EntryRunners,
+    head: HeadParts | None,
+    samples: Sequence[SampleJob],
+    again: Callable[[int, int], None] = lambda _rows, _before: None,
 ) -> Iterator[Sequence[Any]]:
     """Yield the results of the Picks, then those of the Embeds that follow them.
 
-    Runs on the compute thread, without waiting for the event loop in between.
+    Runs on the compute thread, without waiting for the event loop in between. ``again`` is called
+    before a step runs by itself after it failed with others, with its rows and those before it.
     """
     rows = [attempt(_rows, sample) for sample in samples]
     logits = map_valid(
@@ -62,9 +66,13 @@ def sample_batch(
         else attempt(sample.generation.next_step, sample.watch_ahead)
         for sample, each in zip(samples, picked, strict=True)
     ]
-    ran = map_valid(
-        lambda good: _fronts(runners, good), steps, lambda step: crop_cache(step[2], step[0].pos)
-    )
+
+    def run_again(step: tuple[Embed, Tensor, SessionCache]) -> None:
+        job, _, cache = step
+        again(len(job.tokens), job.pos)
+        undo_step(cache, job.pos)
+
+    ran = map_valid(lambda good: _fronts(runners, good), steps, run_again)
     yield [
         each
         if each is None or isinstance(each, Exception)

@@ -20,7 +20,7 @@ from meshllm.node.compute.batcher import Batcher, attempt, map_valid
 from meshllm.node.compute.stopwatch import Stopwatch
 from meshllm.node.compute.worker import Worker
 from meshllm.node.session.activation_codec import ActivationEncoder, SessionEncoder
-from meshllm.node.session.continued_cache import CacheMiss, crop_cache, recompute
+from meshllm.node.session.continued_cache import CacheMiss, crop_cache, recompute, undo_step
 from meshllm.node.session.ring_link import Neighbours
 from meshllm.node.session.wire import fault_code, opened, opened_rows, sealed
 from meshllm.node.supervisor import contained
@@ -271,8 +271,13 @@ class StageNode:
         def open_step(job: Compute, watch: Stopwatch) -> tuple[_StageSession, Tensor, int]:
             return *self._opened(job, watch), job.pos
 
+        def run_again(step: tuple[_StageSession, Tensor, int]) -> None:
+            held, hidden, before = step
+            self._worker.excuse(self._limits.begin(hidden.shape[1], before, is_step=True))
+            undo_step(held.cache, before)
+
         opened = [attempt(open_step, *step) for step in steps]
-        ran = map_valid(run, opened, lambda step: crop_cache(step[0].cache, step[2]))
+        ran = map_valid(run, opened, run_again)
         sent = [
             result if isinstance(result, Exception) else attempt(self._sealed, job, *result, watch)
             for result, (job, watch) in zip(ran, steps, strict=True)

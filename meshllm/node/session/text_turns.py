@@ -6,9 +6,10 @@ without turns one asker could fill it for minutes. Askers take turns as they do 
 """
 
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 
+from meshllm.errors import Busy
 from meshllm.names import SESSION_ID_BYTES, SessionId
 from meshllm.node.admission_queue import AdmissionQueue
 from meshllm.protocol.kv_cache.admission import QUANTUM, Admission, turn_of
@@ -30,15 +31,29 @@ class TextTurns:
     async def text(self, scope: PrefixScope, chars: int) -> AsyncIterator[None]:
         """Wait for a turn to read a long text; hold it inside the context; raise `Busy`."""
         asker, name = turn_of(scope)
-        async with self._texts.admitted(_new(), 1 + chars // CHARS, asker, name):
+        async with AsyncExitStack() as stack:
+            turn = self._texts.admitted(_new(), 1 + chars // CHARS, asker, name)
+            with _busy("long prompts to be read"):
+                await stack.enter_async_context(turn)
             yield
 
     @asynccontextmanager
     async def grammar(self, scope: PrefixScope) -> AsyncIterator[None]:
         """Wait for a turn to compile a grammar; hold it inside the context; raise `Busy`."""
         asker, name = turn_of(scope)
-        async with self._grammars.admitted(_new(), QUANTUM, asker, name):
+        async with AsyncExitStack() as stack:
+            turn = self._grammars.admitted(_new(), QUANTUM, asker, name)
+            with _busy("schemas to be compiled"):
+                await stack.enter_async_context(turn)
             yield
+
+
+@contextmanager
+def _busy(what: str) -> Iterator[None]:
+    try:
+        yield
+    except Busy as error:
+        raise Busy(f"Too many requests wait for {what}", hint=error.hint) from None
 
 
 def _new() -> SessionId:

@@ -119,7 +119,7 @@ def agree(view: MeshView, before: Agreement | None = None) -> Agreement:
     followed = {node: plan for node, plan in known.items() if is_of_group(view, plan)}
     plans = [plan for node, plan in followed.items() if node in here]
     incumbent = max(plans, key=lambda plan: plan.precedence, default=None)
-    found = find_candidates(view, here, _ring_of_most(followed, here))
+    found = find_candidates(view, here, _nodes_in_force(view, here, followed))
     plan, ahead, standbys = None, None, found.waiting
     best = before.best if before else None
     try:
@@ -155,16 +155,25 @@ def agree(view: MeshView, before: Agreement | None = None) -> Agreement:
     )
 
 
-def _ring_of_most(followed: Mapping[NodeId, Plan], here: Collection[NodeId]) -> Sequence[NodeId]:
-    """Return the nodes of the plan that most of its living nodes follow; of several, the latest.
+def _nodes_in_force(
+    view: MeshView, here: frozenset[NodeId], followed: Mapping[NodeId, Plan]
+) -> Sequence[NodeId]:
+    """Return the nodes that take precedence: those of the latest plan that works.
 
-    Not simply those of the latest: any member can claim to follow one, of itself alone.
+    Any member can claim to follow a later one that does not, of itself alone. Where none works, as
+    after a loss, they are those of the plan that most of its nodes follow; of several, the latest.
     """
-    counts = Counter(
-        plan for node, plan in followed.items() if node in here and plan.rank(node) is not None
-    )
-    most = max(counts, key=lambda plan: (counts[plan], plan.precedence), default=None)
-    return nodes_of(most) if most else ()
+    pairs = ((node, plan) for node, plan in followed.items() if node in here)
+    votes = Counter(plan for node, plan in pairs if plan.rank(node) is not None)
+    plans = sorted(votes, key=lambda plan: plan.precedence, reverse=True)
+    for plan in plans if len(plans) > 1 else ():
+        try:
+            case = open_case(view, find_candidates(view, here, nodes_of(plan)))
+        except UserError:  # the charter contradicts itself
+            break
+        if not _fault(case, plan):
+            return nodes_of(plan)
+    return nodes_of(max(plans, key=lambda plan: votes[plan])) if plans else ()
 
 
 def _has_served(view: MeshView, here: Collection[NodeId], known: Mapping[NodeId, Plan]) -> bool:

@@ -122,8 +122,7 @@ class GroupTable:
         if group not in self.numbers:
             return False
         ring, charter = [at.node for at in plan.stages], self.groups[self.numbers[group]].charter
-        model = charter.shape.name, charter.shape.layers, charter.ends
-        if (plan.model, plan.layers, plan.ends) != model:
+        if not _is_of_model(charter, plan):
             return False
         if charter.entries and ring[0] not in charter.entries:
             return False
@@ -347,8 +346,10 @@ class GroupTable:
 
     def _followed(self, node: NodeId, group: GroupId) -> Plan | None:
         """Return the plan of a ring whose layers a node has while none is in force."""
-        member = self.memberships.get((node, group))
-        return decode_plans([member.followed]).get(member.followed) if member else None
+        member, number = self.memberships.get((node, group)), self.numbers.get(group)
+        plan = decode_plans([member.followed]).get(member.followed) if member else None
+        is_own = number is not None and plan and _is_of_model(self.groups[number].charter, plan)
+        return plan if is_own else None
 
     def offer(self, node: NodeId, number: int) -> Offer | None:
         """Return what a node would offer to a group, by the speed that it has published.
@@ -380,3 +381,9 @@ def _can_take_part(view: MeshView, node: NodeId) -> bool:
     if profile is None or state is None or state.lifecycle not in _PRESENT:
         return False
     return not state.obstacle or awaits_weights(state)
+
+
+def _is_of_model(charter: Charter, plan: Plan) -> bool:
+    """Return whether a plan is for the model of a charter."""
+    model = charter.shape.name, charter.shape.layers, charter.ends
+    return (plan.model, plan.layers, plan.ends) == model

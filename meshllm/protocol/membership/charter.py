@@ -12,7 +12,7 @@ changes of different terms are therefore all kept, and every node with the same 
 same charter, in whatever order they arrived.
 
 Every node ignores a version that exceeds the next lower one by more than `MAX_STEP`, so that no
-member can publish a version that cannot be exceeded.
+member can publish a version that cannot be exceeded, unless it is the founder's.
 
 A term `model.<key>` is a further model that the mesh serves, with the terms of its own; an empty
 one stops it. The terms about nodes (exclude, prefer, entries, ends) and the sessions hold for all.
@@ -353,7 +353,11 @@ def _with_terms(charter: Charter, models: Mapping[ModelKey, Charter | str]) -> t
 def in_force(
     amendments: Mapping[NodeId, Amendments], founder: NodeId | None = None
 ) -> dict[str, tuple[NodeId, Term]]:
-    """Return the term in force for each name, and its author."""
+    """Return the term in force for each name, and its author.
+
+    A version far above the others does not count, so that no member uses them up. That of the
+    founder counts: it may follow a version of a member that was removed since.
+    """
     pairs = ((author, term) for author, at in amendments.items() for term in at.terms)
     found: dict[str, tuple[NodeId, Term]] = {}
     for author, term in sorted(
@@ -363,7 +367,7 @@ def in_force(
         if is_founders and author != founder:
             continue
         below = found[term.name][1].version if term.name in found else 0
-        if term.version <= below + MAX_STEP:
+        if term.version <= below + MAX_STEP or author == founder:
             found[term.name] = author, term
     return found
 

@@ -12,8 +12,8 @@ Theory of operation
         '---------------------------------- Follow <----------------------------------'
 
 When a node joins or leaves, its links change one by one, and each change could give a short-lived
-plan: a plan is settled once it has not changed for a while (debounce), or after twice that time if
-plans keep changing, as with a round trip that changes what is best.
+plan: a plan is settled once it has not changed for a while (debounce). If plans keep changing, as
+with a round trip that changes what is best, that takes at most twice the longest such time.
 
 If the ring of the followed plan still serves, it goes on while each node of the next plan loads
 what it lacks, as far as its memory allows, and publishes that it has prepared. A node that is not

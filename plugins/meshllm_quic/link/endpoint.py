@@ -82,7 +82,11 @@ class Endpoint:
     async def open(self, host: str | None, port: int) -> None:
         """Open the socket; raise `OSError`."""
         self._socket = await self._network.open(host, port, self._receive, self._note_refusal)
-        self._hosts = tuple(self._socket.hosts())
+        try:
+            self._hosts = tuple(self._socket.hosts())
+        except OSError:
+            self._socket.close()
+            raise
         self._hosts_timer = self._loop.call_later(HOSTS_S, self._check_hosts)
 
     @property

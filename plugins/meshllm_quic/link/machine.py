@@ -8,7 +8,9 @@ each use is covered by a test. The extensions:
   read; here the application grants every byte, by `grant`.
 - Only the client opens streams, exactly two: one per channel.
 - A stream that arrives in tiny pieces ends the connection: aioquic searches all of them, for each.
-- So does a handshake message that begins far ahead: aioquic allocates the hole before it.
+- So does a handshake message that begins far ahead, as aioquic allocates the hole before it, or
+  that does not end: aioquic keeps and copies all of it.
+- A Retry packet with a long token is ignored: aioquic could send nothing any more.
 - The keys are updated before they have encrypted more packets than is safe.
 """
 
@@ -50,7 +52,8 @@ PIECE_BYTES = 1024
 MAX_TOKEN_BYTES = 512
 """Of a Retry token; ours have about 90, those of other servers up to some 200."""
 MAX_CRYPTO_BYTES = 16 * 1024
-"""Of a handshake, that may wait for what precedes them; RFC 9000 section 7.5 asks for 4096."""
+"""Of a handshake, that may wait for what precedes them, or for the rest of their message; RFC 9000
+section 7.5 asks for 4096."""
 KEY_PACKETS = 1 << 22
 """Sent before the keys are updated; RFC 9001 section 6.6 allows 2**23 with AES-GCM."""
 

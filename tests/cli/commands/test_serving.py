@@ -50,9 +50,11 @@ def test_only_given_options_are_changed(meshllm: Invoke, calls: list[object]) ->
     ]
 
 
-def test_settings_count_as_options(
+def test_variables_count_as_options_and_settings_of_files_do_not(
     meshllm: Invoke, calls: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    meshllm("config", "set", "replicas", "4")
+    meshllm("config", "set", "context", "512", "--project")
     monkeypatch.setenv("MESHLLM_QUANT", "int8")
     monkeypatch.setenv("MESHLLM_MEMBERS", "3")
 

@@ -124,3 +124,13 @@ def test_a_draft_is_what_followed_the_longest_match(tokens: list[int], most: int
         whole = tokens + list(guess)
         assert len(guess) == most
         assert any(list(guess) == whole[end : end + most] for end in places)
+
+
+def test_the_index_of_a_huge_prompt_is_bounded() -> None:
+    drafter = SuffixDrafting().begin()
+
+    drafter.extend(range(MAX_STORE + 9))
+    drafter.extend((MAX_STORE, MAX_STORE + 1))
+
+    assert len(drafter._own.tokens) == MAX_STORE + 2
+    assert looked(drafter, 2) == (0, (MAX_STORE + 2, MAX_STORE + 3))

@@ -217,3 +217,6 @@ def test_hosts_that_cannot_be_listed_are_those_of_the_last_time(
     monkeypatch.setattr(peer_address, "_hosts_at", fail)
 
     assert own_hosts() == before
+    monkeypatch.setattr(peer_address, "_last", [])
+    with pytest.raises(OSError, match="Too many open files"):
+        own_hosts()

@@ -11,6 +11,7 @@ from meshllm.errors import ModelError
 from meshllm.model.steps.runner import Runner, SpanRunner
 from meshllm.names import SessionId
 from meshllm.node.compute.stopwatch import Stopwatch
+from meshllm.node.session.continued_cache import CacheMiss
 from meshllm.node.session.generation import EntryRunners, Generation
 from meshllm.node.session.sample_batch import SampleJob, compute_own_logits, sample_batch
 from meshllm.node.session.split_head import HeadParts, LogitsRequest
@@ -193,3 +194,17 @@ def test_several_rows_use_no_logits_of_the_last_rank(rows: int, others: int) -> 
 
     assert picked[0] == [11.0] * rows
     assert (theirs.passes, ours.passes, whole.passes) == ([], [], [1 + others])
+
+
+def test_steps_that_fail_together_are_undone_and_run_one_by_one() -> None:
+    ends, front = ends_of(Head())
+    front.most, again = 1, list[tuple[int, int]]()
+    caches = CountedCache(1), CountedCache(1, croppable=False)
+    jobs = [job(FakeGeneration(cache=cache)) for cache in caches]
+
+    _, steps = sample_batch(ends, None, jobs, lambda *rows: again.append(rows))
+
+    assert steps[0] == (NEXT, 14.0)
+    assert isinstance(steps[1], CacheMiss)
+    assert front.passes == [("step", [1, 1]), ("step", [NEXT.pos])]
+    assert again == [(1, NEXT.pos), (1, NEXT.pos)]

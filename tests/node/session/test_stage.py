@@ -157,6 +157,22 @@ async def test_steps_that_wait_run_in_one_pass() -> None:
         assert [values_of(message) for message in sent] == [[11], [21, 22]]
 
 
+async def test_steps_that_fail_together_are_undone_and_run_one_by_one() -> None:
+    async with serving() as stage:
+        for session in (ONE, TWO):
+            await stage.receive(data(session, 0, 1, flags=PREFILL))
+        stage.layers.most = 1
+        held = cast("CountedCache", stage.node.cache_of(TWO))
+        held.croppable = False  # its states have changed
+
+        step, gap = await stage.receive(data(ONE, 1, 10), data(TWO, 1, 20))
+
+        assert stage.layers.passes[-2:] == [("step", [1, 1]), ("step", [1])]
+        assert values_of(step) == [11]
+        assert isinstance(gap, Gap)
+        assert (gap.session, gap.kv_len) == (TWO, 0)
+
+
 async def test_a_rejected_row_is_cropped_before_the_next_is_run() -> None:
     async with serving() as stage:
         await stage.receive(data(ONE, 0, 1, 2, 3, flags=PREFILL))

@@ -15,6 +15,7 @@ from meshllm.protocol.kv_cache.admission import (
     SHORT_ROOM,
     Admission,
     asker_of,
+    turn_of,
 )
 from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget
 from meshllm.protocol.kv_cache.prefix_scope import OWN, OWNERS, PrefixScope
@@ -542,3 +543,11 @@ def test_everyone_starts_however_short_and_long_ones_mix(seed: int) -> None:
         started.update(running)
 
     assert started == asked
+
+
+def test_who_asks_at_another_node_takes_its_turns_by_name() -> None:
+    node = NodeId(b"n" * 32)
+
+    assert turn_of((node, "key")) == (node, "key")
+    assert turn_of((None, "key")) == ("key", "")
+    assert turn_of((None, "")) == (None, "")

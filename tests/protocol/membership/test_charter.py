@@ -650,3 +650,10 @@ def test_a_change_takes_effect_over_any_earlier_amendments(
         for name, value in change.items():
             assert getattr(merge(CHARTER, found | {author: mine}), name) == value
         assert in_force(found | {author: mine}).keys() >= change.keys()
+
+
+def test_the_founder_is_heard_after_a_member_with_a_high_version_was_removed() -> None:
+    said = {A: terms(("context", MAX_STEP + 1, "2048"))}
+
+    assert in_force(said, A)["context"][0] == A
+    assert "context" not in in_force(said, B)

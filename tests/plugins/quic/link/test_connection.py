@@ -6,8 +6,9 @@ from collections.abc import Callable
 import pytest
 from aioquic.quic.configuration import QuicConfiguration
 from aioquic.quic.events import StreamDataReceived
+from aioquic.quic.packet import encode_quic_retry
 
-from meshllm.errors import LinkLost, PeerFault
+from meshllm.errors import LinkLost, MeshError, PeerFault
 from meshllm.testing.clock import VirtualLoop
 from meshllm.transport.contract import MAX_MESSAGE_BYTES, Channel, Guarded, Link
 from meshllm.transport.linger import MOST_S, STALL_S
@@ -76,6 +77,36 @@ async def test_another_protocol_gets_no_link() -> None:
 
         assert stranger.end is not None
         assert await nobody_came(here.listener)
+
+
+@virtual
+async def test_a_peer_that_leaves_no_room_in_packets_fails_the_dial_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("meshllm_quic.link.machine.MAX_TOKEN_BYTES", 2000)
+    loop, failed = asyncio.get_running_loop(), list[object]()
+    loop.set_exception_handler(lambda _, what: failed.append(what))
+    async with street() as here:
+        endpoint = await QuicTransport(here.near)._bind(None, 0)
+        silent = Direct((here.far.hosts()[0], 9))
+        dialled = endpoint.connect([silent], "there", Identity(bytes(32)).key)
+        machine = dialled.machine
+        assert machine._version is not None
+        retry = encode_quic_retry(
+            version=machine._version,
+            source_cid=b"s" * 8,
+            destination_cid=machine.host_cid,
+            original_destination_cid=machine.original_destination_connection_id,
+            retry_token=b"t" * 1171,
+        )
+        await asyncio.sleep(0.1)
+        dialled.receive(retry, silent, loop.time())
+        dialled.work()
+
+        with pytest.raises(MeshError):
+            await dialled.wait_open()
+        await asyncio.sleep(2 * OPEN_S)
+        assert failed == []
 
 
 @virtual
