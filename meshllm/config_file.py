@@ -1,4 +1,5 @@
-"""Writes the files that `meshllm.config` reads: validated first, replaced in one step."""
+"""Writes the files that `meshllm.config` reads: what is set is validated, a file is replaced in one
+step."""
 
 from collections.abc import Mapping
 from difflib import get_close_matches

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from meshllm.cli.shared.client import client_ticket
 from meshllm.cli.shared.options import help_of
 from meshllm.config import (
     PROJECT_KEYS,
@@ -18,6 +19,7 @@ from meshllm.config import (
     parse,
     state_path,
 )
+from meshllm.config_file import drop, put, write
 from meshllm.errors import UserError
 
 
@@ -234,3 +236,24 @@ def test_a_change_leaves_the_rest_alone() -> None:
 
     assert (changed.model, changed.nodes, changed.sampling.top_k) == ("a/b", 2, 3)
     assert settings.sampling.top_k == 0
+
+
+def test_one_setting_is_repaired_beside_others_that_are_invalid(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text('memory = "8G"\nkeep = "10"\nxyzzy = 1')
+
+    assert put(path, "memory", "8GiB") == "8GiB"
+    drop(path, "keep")
+    with pytest.raises(UserError, match="Unknown setting `xyzzy`"):
+        write(path, path.read_text())
+    drop(path, "xyzzy")
+
+    write(path, path.read_text())
+    assert path.read_text() == 'memory = "8GiB"\n'
+
+
+def test_empty_values_mean_none(folder: Path) -> None:
+    settings = load({}, environ={"MESHLLM_SERVE": "", "MESHLLM_JOIN": ""}, folder=folder).settings
+
+    assert not settings.serve
+    assert client_ticket(settings) is None

@@ -70,7 +70,7 @@ def _families(status: MeshStatus) -> Iterator[_Family]:
     counts = status.sessions
     yield _gauge(
         "open_sessions",
-        "Sessions that run or wait.",
+        "Sessions that run, or wait for the first chunk of their prompt.",
         _one(counts.active - counts.waiting, state="active")
         + _one(counts.waiting, state="waiting"),
     )

@@ -136,7 +136,8 @@ class ReplicaEngine:
         alone = self._batches(sessions)[0].trip
         rows = sessions + self.chunk
         more_s = rank.compute_s(rows) - rank.compute_s(self.chunk)
-        return Period(prefill.ranks[0] + max(more_s, 0.0) + self._head_s(sessions), alone.slope)
+        chunk_s = prefill.ranks[0] - self._times.head_s  # one forward reads the head once
+        return Period(chunk_s + max(more_s, 0.0) + self._head_s(sessions + 1), alone.slope)
 
     def _all_batches(self, sessions: int) -> tuple[_Batch, ...]:
         if len(self._times.ranks) == 1:

@@ -15,7 +15,7 @@ change and speeds are linear in cached tokens (`ReplicaEngine`), so that many st
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from math import ceil, inf
 from typing import NamedTuple
@@ -272,7 +272,8 @@ class _ReplicaQueue:
         elif prefill is not None:
             self._rate = 1 / prefill.interval_s
         elif sessions and last is not None and len(last.ranks) > 1:
-            self._period, _ = engine.mixed(sessions, self._cached, last)
+            later = replace(last, ranks=(0.0, *last.ranks[1:]))  # the first one is done with it
+            self._period, _ = engine.mixed(sessions, self._cached, later)
         elif sessions:
             self._period = engine.decode(sessions, self._cached)
         self._prefilled_s = self._finish_s = inf

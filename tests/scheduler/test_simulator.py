@@ -131,3 +131,13 @@ def test_cached_tokens_of_a_prompt_need_no_prefill() -> None:
         return simulate([replica], [Arrival(0.0, 0, prompt, 2, cached)]).first_s[0]
 
     assert first_s(1000, cached=900) == first_s(100, cached=0) < first_s(1000, cached=0)
+
+
+def test_later_ranks_compute_the_last_chunk_of_a_prompt_beside_steps() -> None:
+    def done_s(*more: tuple[float, int, int]) -> float:
+        ring = SimulatedReplica(0, engine(4))
+        return simulate([ring], arrivals([(0.0, 64, 101), *more])).done_s[0]
+
+    slowed_s = done_s((0.5, 64, 1)) - done_s()
+
+    assert slowed_s > 1.5 * CHUNK_S / 4  # which is the first rank's part

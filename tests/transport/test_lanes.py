@@ -1,6 +1,7 @@
 """Pieces and credit of one side against those of the other."""
 
 import random
+from sys import getsizeof
 
 import pytest
 
@@ -219,3 +220,14 @@ def test_returning_more_credit_than_in_use_is_a_fault() -> None:
 
     with pytest.raises(PeerFault, match="Returned credit"):
         outgoing.receive_credit(DATA, 5 + MESSAGE_COST)
+
+
+def test_a_message_takes_no_more_memory_than_has_arrived() -> None:
+    incoming = Incoming()
+    incoming.begin(FIRST | DATA, MAX_MESSAGE_BYTES, PIECE_BYTES)
+
+    incoming.fill(bytes(1000))
+
+    body = incoming._lane.body
+    assert body is not None
+    assert getsizeof(body) < 4000

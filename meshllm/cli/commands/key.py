@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -192,12 +192,9 @@ def _read_key() -> str:
 
     stdin, data = sys.stdin, b""
     with suppress(OSError):  # such as the stdin that `nohup` leaves, which is for writing only
-        while stdin is not None and len(data) < MAX_KEY_FILE_BYTES:
-            buffer: Any = stdin.buffer
-            part = buffer.read1(MAX_KEY_FILE_BYTES)  # what is there, not to the end of a pipe
-            data += part
-            if not part or (part.endswith(b"\n") and keys_in(data.decode("latin-1"))):
-                break
+        if stdin is not None:
+            read = stdin.buffer.readline if stdin.isatty() else stdin.buffer.read
+            data = read(MAX_KEY_FILE_BYTES)
     # In Latin-1, as HTTP headers are decoded: any byte is a character.
     keys = keys_in(data.decode("latin-1"))
     if len(keys) > 1:

@@ -190,6 +190,11 @@ class Worker:
         finally:
             self._wakes_at = inf
 
+    def allow(self, seconds: float) -> None:
+        """Extend the limit of the running function by that of more work; on the compute thread."""
+        if running := self._running:
+            self._running = running[0], running[1] + seconds
+
     def excuse(self, seconds: float) -> None:
         """Extend the limit of the running function by a time in which this process was stopped."""
         if running := self._running:

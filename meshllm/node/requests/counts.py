@@ -29,7 +29,7 @@ class Counts:
     by_ring: Mapping[GroupId, tuple[Answer, int]] = field(default_factory=dict)
     """The same for each of the rings that answered last."""
     begun: int = 0
-    """Of the active ones: their first event has come."""
+    """Of the active ones: their first event has come, behind the first chunk of the prompt."""
 
     def loss_counts(self, rows: Mapping[LossCause, int] = _NO_ROWS) -> tuple[LossCounts, ...]:
         """Return the losses, with the rows that they cost this node, for the status."""

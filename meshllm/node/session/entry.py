@@ -521,7 +521,7 @@ class EntryNode:
         limits = self._config.limits
 
         def again(rows: int, before: int) -> None:
-            self._worker.excuse(limits.begin(rows, before, is_step=True))
+            self._worker.allow(limits.begin(rows, before, is_step=True))
 
         with self._worker.expected(limits, rows, before, is_step=True):
             yield from sample_batch(self._runners, self._head, samples, again)

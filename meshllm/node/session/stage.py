@@ -273,7 +273,7 @@ class StageNode:
 
         def run_again(step: tuple[_StageSession, Tensor, int]) -> None:
             held, hidden, before = step
-            self._worker.excuse(self._limits.begin(hidden.shape[1], before, is_step=True))
+            self._worker.allow(self._limits.begin(hidden.shape[1], before, is_step=True))
             undo_step(held.cache, before)
 
         opened = [attempt(open_step, *step) for step in steps]

@@ -36,7 +36,6 @@ A node that does not understand some part of the charter agrees to no plan, publ
 in its state, and is not a candidate for the others.
 """
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -158,22 +157,26 @@ def agree(view: MeshView, before: Agreement | None = None) -> Agreement:
 def _nodes_in_force(
     view: MeshView, here: frozenset[NodeId], followed: Mapping[NodeId, Plan]
 ) -> Sequence[NodeId]:
-    """Return the nodes that take precedence: those of the latest plan that works.
+    """Return the nodes that take precedence: those of the latest plan, if nodes do not contradict.
 
-    Any member can claim to follow a later one that does not, of itself alone. Where none works, as
-    after a loss, they are those of the plan that most of its nodes follow; of several, the latest.
+    If they do, those of the plan with which most of the nodes that follow one can take part: any
+    member can claim to follow a later one, of itself alone. That does not change while nodes follow
+    another plan, one by one.
     """
-    pairs = ((node, plan) for node, plan in followed.items() if node in here)
-    votes = Counter(plan for node, plan in pairs if plan.rank(node) is not None)
-    plans = sorted(votes, key=lambda plan: plan.precedence, reverse=True)
-    for plan in plans if len(plans) > 1 else ():
-        try:
-            case = open_case(view, find_candidates(view, here, nodes_of(plan)))
-        except UserError:  # the charter contradicts itself
-            break
-        if not _fault(case, plan):
-            return nodes_of(plan)
-    return nodes_of(max(plans, key=lambda plan: votes[plan])) if plans else ()
+    followers = {
+        node for node, plan in followed.items() if node in here and plan.rank(node) is not None
+    }
+    plans = {followed[node] for node in followers}
+
+    def rank(plan: Plan) -> tuple[int, bool, tuple[int, bytes]]:
+        found = find_candidates(view, here, nodes_of(plan))
+        able = followers - found.refused.keys() - found.waiting.keys()
+        return len(able), view.author in nodes_of(plan), plan.precedence
+
+    latest = max(plans, key=lambda plan: plan.precedence, default=None)
+    if latest is None:
+        return ()
+    return nodes_of(max(plans, key=rank) if len(plans) > 1 else latest)
 
 
 def _has_served(view: MeshView, here: Collection[NodeId], known: Mapping[NodeId, Plan]) -> bool:

@@ -1,6 +1,7 @@
 """What a node publishes of itself and of its rings."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import aclosing
 from types import SimpleNamespace
@@ -8,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from meshllm.names import FIRST_GROUP, NodeId
+from meshllm.names import FIRST_GROUP, GroupId, LossCause, NodeId
 from meshllm.node.agreement.load_watch import LOAD_S
 from meshllm.node.agreement.own_state import HANGS, trouble_of
 from meshllm.node.provider import NO_ANSWER, STARTING
@@ -249,5 +250,20 @@ def test_a_node_that_does_not_load_in_time_is_published_as_faulty() -> None:
         assert place.told[-1].faulty == (STAGE,)
         await asyncio.sleep(FAULTS_S)
         assert not place.told[-1].faulty
+
+    run(story)
+
+
+def test_what_a_further_ring_has_counted_stays_counted() -> None:
+    async def story() -> None:
+        own, group = Place().own, GroupId(b"1" * 9)
+        ended = SimpleNamespace(recomputed=Counter({LossCause.NODE_LOST: 3}))
+        own.further[group] = cast("Any", ended)
+        before = own.recomputed
+
+        own.end_further(group)
+
+        assert own.recomputed == before == Counter({LossCause.NODE_LOST: 3})
+        assert own.further == {}
 
     run(story)

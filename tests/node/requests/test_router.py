@@ -1603,3 +1603,15 @@ def test_an_exact_answer_does_not_go_on_at_a_ring_that_is_not_exact(world: World
     world.run(story)
     assert text_of(events) == TEXT[:6]
     assert len(ring.asked) == 1
+
+
+def test_a_request_waits_until_its_first_event(world: World) -> None:
+    router, seen = world.add(ME, FakeRing(attempts=[answer()])), list[tuple[int, int]]()
+
+    async def story() -> None:
+        async for _ in router.generate(Request(raw="hi")):
+            seen.append((router.counts.active, router.counts.begun))
+
+    world.run(story)
+    assert set(seen) == {(1, 1)}
+    assert (router.counts.active, router.counts.begun) == (0, 0)

@@ -3,7 +3,11 @@
 import asyncio
 from contextlib import AbstractAsyncContextManager
 
+import pytest
+
+from meshllm.errors import Busy
 from meshllm.node.session.text_turns import TextTurns
+from meshllm.protocol.kv_cache.admission import MAX_WAITING
 
 OWNER = None, ""
 
@@ -31,3 +35,19 @@ async def test_grammars_have_turns_of_their_own() -> None:
 
     async with turns.text(OWNER, 1), turns.grammar(OWNER), turns.grammar(OWNER):
         pass
+
+
+async def test_a_full_queue_names_what_is_waited_for() -> None:
+    turns, go = TextTurns(), asyncio.Event()
+
+    async def hold(turn: AbstractAsyncContextManager[None]) -> None:
+        async with turn:
+            await go.wait()
+
+    holding = [asyncio.ensure_future(hold(turns.text(OWNER, 1))) for _ in range(MAX_WAITING + 1)]
+    await asyncio.sleep(0)
+
+    with pytest.raises(Busy, match="Too many requests wait for long prompts to be read"):
+        await hold(turns.text(OWNER, 1))
+    go.set()
+    await asyncio.gather(*holding)

@@ -892,13 +892,26 @@ def test_lost_layers_that_are_computed_sooner_may_make_a_token_slower_by_the_sla
     assert spans(planned(replace(world, gone={B}).agree(A))) == after
 
 
-def test_a_claimed_plan_takes_no_precedence_from_a_ring() -> None:
+@pytest.mark.parametrize("layers", [1, 4])
+def test_a_claimed_plan_takes_no_precedence_from_a_ring(layers: int) -> None:
     plan = ring((A, 0, 2), (B, 2, 4))
     claimed = ring((C, 0, 4), epoch=plan.epoch + 1)
-    profiles = {A: profile(4), B: profile(4), C: replace(profile(1), version="another")}
+    profiles = {A: profile(4), B: profile(4), C: replace(profile(layers), version="another")}
 
     agreement = World(profiles, followed={A: plan, B: plan, C: claimed}).agree(A)
 
     assert {stage.node for stage in planned(agreement).stages} <= {A, B}
     assert planned(agreement).epoch > claimed.epoch
     assert set(agreement.refused) == {C}
+
+
+def test_a_majority_keeps_precedence_while_its_nodes_follow_one_by_one() -> None:
+    first, second = ring((A, 0, 2), (B, 2, 4)), ring((C, 0, 4), epoch=6)
+    profiles = {A: profile(4), B: profile(4), C: replace(profile(4), version="another")}
+    followed = {A: first, B: first, C: second}
+    after = planned(World(profiles, followed=followed).agree(A))
+
+    for follower in (A, B):
+        followed = {**followed, follower: after}
+
+        assert planned(World(profiles, followed=followed).agree(A)) == after

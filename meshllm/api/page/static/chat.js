@@ -25,7 +25,8 @@ export function startChat() {
   at("settings").addEventListener("submit", (happened) => happened.preventDefault());
   at("system").addEventListener("change", () => {
     talk.system = at("system").value;
-    keepTalk();
+    if (running) storeOwn(talk);
+    else keepTalk();
   });
   at("model").addEventListener("change", () => (chosen = at("model").value));
   at("ask").addEventListener("submit", (happened) => {
