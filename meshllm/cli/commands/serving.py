@@ -62,9 +62,10 @@ def serve(
 ) -> None:
     """Serve a model in the mesh of the running node.
 
-    The node of this machine must have the model; other nodes hold layers of it if their
-    `--model` names it, or, without `--model`, if it is in their Hugging Face cache or another node
-    can send it. Nodes that no ring needs form its ring. Options of a model that is served already
+    The node of this machine must have the model; other nodes hold layers of it if their `--model`
+    names it, or, without `--model`, if it is in their Hugging Face cache or another node can send
+    it. Nodes that no ring needs form its ring. Options are flags or variables: lines of
+    `config.toml` are about the node of this machine. The options of a model that is served already
     are changed; with another `--quant` it is served in both, see `meshllm help concepts`.
 
     `--plan` takes the file of `meshllm ring plan --workload`. It serves each model of the best

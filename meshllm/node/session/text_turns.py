@@ -6,8 +6,8 @@ without turns one asker could fill it for minutes. Askers take turns as they do 
 """
 
 import os
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 
 from meshllm.errors import Busy
 from meshllm.names import SESSION_ID_BYTES, SessionId
@@ -27,34 +27,23 @@ class TextTurns:
         self._texts = AdmissionQueue(Admission(KvBudget([]), most=1))
         self._grammars = AdmissionQueue(Admission(KvBudget([]), most=2))
 
-    @asynccontextmanager
-    async def text(self, scope: PrefixScope, chars: int) -> AsyncIterator[None]:
+    def text(self, scope: PrefixScope, chars: int) -> AbstractAsyncContextManager[None]:
         """Wait for a turn to read a long text; hold it inside the context; raise `Busy`."""
-        asker, name = turn_of(scope)
-        async with AsyncExitStack() as stack:
-            turn = self._texts.admitted(_new(), 1 + chars // CHARS, asker, name)
-            with _busy("long prompts to be read"):
-                await stack.enter_async_context(turn)
-            yield
+        return _turn(self._texts, scope, 1 + chars // CHARS, "long prompts to be read")
 
-    @asynccontextmanager
-    async def grammar(self, scope: PrefixScope) -> AsyncIterator[None]:
+    def grammar(self, scope: PrefixScope) -> AbstractAsyncContextManager[None]:
         """Wait for a turn to compile a grammar; hold it inside the context; raise `Busy`."""
-        asker, name = turn_of(scope)
-        async with AsyncExitStack() as stack:
-            turn = self._grammars.admitted(_new(), QUANTUM, asker, name)
-            with _busy("schemas to be compiled"):
-                await stack.enter_async_context(turn)
-            yield
+        return _turn(self._grammars, scope, QUANTUM, "schemas to be compiled")
 
 
-@contextmanager
-def _busy(what: str) -> Iterator[None]:
-    try:
+@asynccontextmanager
+async def _turn(
+    queue: AdmissionQueue, scope: PrefixScope, tokens: int, what: str
+) -> AsyncIterator[None]:
+    session, (asker, name) = SessionId(os.urandom(SESSION_ID_BYTES)), turn_of(scope)
+    async with AsyncExitStack() as stack:
+        try:
+            await stack.enter_async_context(queue.admitted(session, tokens, asker, name))
+        except Busy as error:
+            raise Busy(f"Too many requests wait for {what}", hint=error.hint) from None
         yield
-    except Busy as error:
-        raise Busy(f"Too many requests wait for {what}", hint=error.hint) from None
-
-
-def _new() -> SessionId:
-    return SessionId(os.urandom(SESSION_ID_BYTES))

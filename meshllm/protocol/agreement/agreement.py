@@ -157,11 +157,11 @@ def agree(view: MeshView, before: Agreement | None = None) -> Agreement:
 def _nodes_in_force(
     view: MeshView, here: frozenset[NodeId], followed: Mapping[NodeId, Plan]
 ) -> Sequence[NodeId]:
-    """Return the nodes that take precedence: those of the latest plan, if nodes do not contradict.
+    """Return the nodes that take precedence if nodes contradict each other.
 
-    If they do, those of the plan with which most of the nodes that follow one can take part: any
+    They are those of the plan with which most of the nodes that follow one can take part: any
     member can claim to follow a later one, of itself alone. That does not change while nodes follow
-    another plan, one by one.
+    another plan, one by one. Of several, it is a plan with the author, then the latest.
     """
     followers = {
         node for node, plan in followed.items() if node in here and plan.rank(node) is not None

@@ -287,9 +287,8 @@ async def test_blank_lines_in_code_within_a_list_end_nothing(visit: Visit, door:
     assert await page.inner_text(".assistant > p:not(.note)") == "rest"
 
 
-async def test_a_conversation_that_another_tab_deletes_during_an_answer_stays_deleted(
-    visit: Visit, door: FakeNode
-) -> None:
+async def beside_an_answer(visit: Visit, door: FakeNode) -> "tuple[Page, Page]":
+    """Open a tab in which an answer has begun, and another one."""
     door.waits_at = 2
     first = await visit.open("chat")
     await begin(first, "One")
@@ -297,6 +296,13 @@ async def test_a_conversation_that_another_tab_deletes_during_an_answer_stays_de
     second = await first.context.new_page()
     visit.watch(second)
     await second.goto(f"{visit.url}#chat")
+    return first, second
+
+
+async def test_a_conversation_that_another_tab_deletes_during_an_answer_stays_deleted(
+    visit: Visit, door: FakeNode
+) -> None:
+    first, second = await beside_an_answer(visit, door)
     await second.evaluate("localStorage.clear()")
     await first.wait_for_function("() => !localStorage.length")  # another process: it takes a while
 
@@ -309,13 +315,7 @@ async def test_a_conversation_that_another_tab_deletes_during_an_answer_stays_de
 async def test_a_conversation_that_another_tab_continues_during_an_answer_is_kept_twice(
     visit: Visit, door: FakeNode
 ) -> None:
-    door.waits_at = 2
-    first = await visit.open("chat")
-    await begin(first, "One")
-    await first.get_by_text("hello", exact=True).wait_for()
-    second = await first.context.new_page()
-    visit.watch(second)
-    await second.goto(f"{visit.url}#chat")
+    first, second = await beside_an_answer(visit, door)
     await second.evaluate(
         """() => {
           const name = Object.keys(localStorage).find((each) => each.startsWith("meshllm-talk-"));
