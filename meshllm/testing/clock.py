@@ -9,6 +9,7 @@ flight between real sockets do not hold the clock: every timeout would fire befo
 
 import asyncio
 import selectors
+import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar, TypeVarTuple
@@ -53,10 +54,15 @@ class _HoldingPool(ThreadPoolExecutor):
     Also for a function whose future was cancelled, or that reports by a callback.
     """
 
-    def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
-        loop.hold()
+        self._loop = loop
+
+    def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        loop = self._loop
+        self._hold()
         future: Future[T] = Future()
 
         def run() -> None:
@@ -74,8 +80,19 @@ class _HoldingPool(ThreadPoolExecutor):
             # After all callbacks of the future: one of them tells the loop about the result.
             loop.call_soon_threadsafe(loop.release)
 
-        super().submit(run).add_done_callback(ended)
+        try:
+            running = super().submit(run)
+        except RuntimeError:  # it was shut down
+            loop.call_soon_threadsafe(loop.release)
+            raise
+        running.add_done_callback(ended)
         return future
+
+    def _hold(self) -> None:
+        if threading.current_thread() in self._threads:  # what runs here holds the clock until then
+            self._loop.call_soon_threadsafe(self._loop.hold)
+        else:
+            self._loop.hold()
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):

@@ -59,9 +59,9 @@ class ToyWorker(Worker):
             await self._goes_on.wait()
             return function(*args, **kwargs)
 
-    def start(self, function: Callable[..., T], *args: Any) -> Future[T]:
+    def follow(self, function: Callable[..., T], *args: Any) -> Future[T]:
         if self._goes_on.is_set():
-            return super().start(function, *args)
+            return super().follow(function, *args)
         later: Future[T] = Future()
         if not self._held:  # it runs, and does not end
             self._running = self._now(), self._now() + hang.HANG_S

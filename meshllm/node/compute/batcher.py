@@ -17,7 +17,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import count, zip_longest
 from threading import Lock
@@ -72,8 +72,19 @@ class _LoneJob:
 class Batcher(Generic[Job]):
     """Runs jobs on the compute thread, and reports their results until it is closed."""
 
-    def __init__(self, worker: Worker, run: Run[Job], jobs: asyncio.TaskGroup) -> None:
-        """Run steps with ``run``; a callback that raises ends the group ``jobs`` with its error."""
+    def __init__(
+        self,
+        worker: Worker,
+        run: Run[Job],
+        jobs: asyncio.TaskGroup,
+        together: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """Run steps with ``run``; a callback that raises ends the group ``jobs`` with its error.
+
+        The results of a batch are reported inside a context of ``together``: what follows from them
+        is sent as one.
+        """
+        self._together = together
         self._worker = worker
         self._run = run
         self._jobs = jobs
@@ -83,10 +94,9 @@ class Batcher(Generic[Job]):
         self._overtaken = 0  # times that the oldest of these was
         self._is_chunk_next = False
         self._is_reporting = False  # the result of a chunk
-        self._held = 0  # turns that wait for that
+        self._has_turn = False  # one waits or runs
         self._numbers = count()
         self._is_closed = False
-        self._last: Future[object] | None = None  # submitted to the worker
 
     async def __aenter__(self) -> Self:
         return self
@@ -99,7 +109,7 @@ class Batcher(Generic[Job]):
     ) -> None:
         """Report no more results; unless an error is raised, wait until nothing runs."""
         self._is_closed = True
-        if kind is None and self._last is not None and not self._last.done():
+        while kind is None and self._has_turn:
             await self._worker.run_step(int)  # runs after it, in pauses too
 
     def submit(self, session: SessionId, job: Job, *callbacks: Callback) -> None:
@@ -112,9 +122,7 @@ class Batcher(Generic[Job]):
         step = _BatchedJob(next(self._numbers), session, job, callbacks)
         with self._lock:
             self._steps.append(step)
-            is_covered = len(self._steps) > 1 and not self._alone
-        if not is_covered:
-            self._add_turn()
+        self._take_turn()
 
     def submit_alone(
         self, session: SessionId, function: Callable[[], Any], *callbacks: Callback, left: int = 0
@@ -154,20 +162,46 @@ class Batcher(Generic[Job]):
             return
         with self._lock:
             self._alone.append(alone)
-        self._add_turn()
+        self._take_turn()
 
-    def _add_turn(self) -> None:
-        self._last = self._worker.start(self._turn, asyncio.get_running_loop())
+    def _take_turn(self) -> None:
+        """Take a turn on the compute thread, unless there is one that runs what waits."""
+        with self._lock:
+            is_taken = self._has_turn or not self._is_ready
+            self._has_turn = self._has_turn or not is_taken
+        if is_taken:
+            self._worker.note_use()
+            return
+        self._worker.start(self._turn, asyncio.get_running_loop())
+
+    @property
+    def _is_ready(self) -> bool:
+        """Whether something waits, and not for the report of a chunk; the lock is held."""
+        return bool(self._steps or self._alone) and not self._is_reporting
 
     # On the compute thread.
 
     def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Run a batch or another job; nothing if earlier turns have run all."""
+        """Run the brief jobs that wait, or what is next; take a further turn if more waits."""
         with self._lock:
-            if self._is_reporting:
-                self._held += 1
-                return
-            batch, alone = self._next()
+            brief = sum(each.is_brief for each in self._alone)
+        for _ in range(max(1, brief)):
+            with self._lock:
+                batch, alone = self._next()
+            self._run_next(loop, batch, alone)
+            if alone is None or not alone.is_brief:
+                break
+        with self._lock:
+            goes_on = self._has_turn = self._is_ready
+        if goes_on:
+            self._worker.follow(self._turn, loop)
+
+    def _run_next(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        batch: Sequence[_BatchedJob[Job]],
+        alone: _LoneJob | None,
+    ) -> None:
         if batch:
             self._run_batch(loop, batch)
         elif alone:
@@ -220,22 +254,26 @@ class Batcher(Generic[Job]):
         jobs, reported = [step.job for step in batch], 0
         try:
             for callbacks, results in zip(phases, self._run(jobs), strict=True):
-                loop.call_soon_threadsafe(self._report, callbacks, results)
+                loop.call_soon_threadsafe(self._report_batch, callbacks, results)
                 reported += 1
         except BaseException as error:  # not of a single job: it ends all of them
             errors = [as_exception(error)] * len(jobs)
             for callbacks in phases[reported:]:
-                loop.call_soon_threadsafe(self._report, callbacks, errors)
+                loop.call_soon_threadsafe(self._report_batch, callbacks, errors)
 
     # On the event loop.
 
     def _report_results(self, callbacks: Sequence[Callback], results: Sequence[Any]) -> None:
-        """Report what a job that is not brief gave, then add the turns that waited for that."""
+        """Report what a job that is not brief gave, then take the turn that waited for that."""
         self._report(callbacks, results)
         with self._lock:
-            held, self._held, self._is_reporting = self._held, 0, False
-        for _ in range(0 if self._is_closed else held):
-            self._add_turn()
+            self._is_reporting = False
+        if not self._is_closed:
+            self._take_turn()
+
+    def _report_batch(self, callbacks: Sequence[Callback], results: Sequence[Any]) -> None:
+        with self._together() if len(callbacks) > 1 else nullcontext():
+            self._report(callbacks, results)
 
     def _report(self, callbacks: Sequence[Callback], results: Sequence[Any]) -> None:
         for callback, result in zip(callbacks, results, strict=True):

@@ -95,7 +95,11 @@ class Worker:
 
     def start(self, function: Callable[..., T], *args: Any) -> Future[T]:
         """Submit a step: a function that reports its outcome by itself, exceptions included."""
-        self._note_use()
+        self.note_use()
+        return self.follow(function, *args)
+
+    def follow(self, function: Callable[..., T], *args: Any) -> Future[T]:
+        """Submit a step that follows another one; the compute thread may do so, too."""
         step = _Step(partial(function, *args), Future())
         self._steps.append(step)
         self._latest = ref(step.outcome)
@@ -123,7 +127,7 @@ class Worker:
     def _pause(self) -> None:
         """Run the steps that wait now in the middle of the running function."""
         running, begin = self._running, self._now()
-        for _ in range(len(self._steps)):
+        for _ in range(2 * len(self._steps)):  # of a ring, those of a batch and of a chunk
             self._run_step()
         if running:
             self._running = running[0], running[1] + self._now() - begin
@@ -138,11 +142,11 @@ class Worker:
         If cancelled, a function that has begun still runs to its end.
         """
         work = partial(function, *args, **kwargs)
-        self._note_use()
+        self.note_use()
         future = self._executor.submit(self._pausable, work)
         self._latest = ref(future)  # weak: its result may be model weights
         result = await asyncio.wrap_future(future)
-        self._note_use()  # `_latest` may be a step that ran, and ended, in a pause of it
+        self.note_use()  # `_latest` may be a step that ran, and ended, in a pause of it
         return result
 
     @contextmanager
@@ -251,7 +255,8 @@ class Worker:
         while (left := self._last_busy(loop_time()) + idle_s - loop_time()) > 0:  # noqa: ASYNC110
             await asyncio.sleep(max(left, SHORTEST_S))
 
-    def _note_use(self) -> None:
+    def note_use(self) -> None:
+        """Note that this thread is not idle."""
         self._last_used = loop_time()
         self._has_worked.set()
 

@@ -2,7 +2,8 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from threading import Event
 from typing import Any
@@ -85,6 +86,63 @@ async def test_waiting_jobs_run_in_one_batch() -> None:
         await tracer.submit(7)[1]
 
     assert tracer.batches == [[0, 1, 2, 3, 4], [7]]
+
+
+async def test_the_results_of_a_batch_are_reported_together_and_lone_ones_at_once() -> None:
+    told = list[str]()
+
+    @contextmanager
+    def together() -> Iterator[None]:
+        told.append("(")
+        yield
+        told.append(")")
+
+    def run(names: Sequence[str]) -> Iterator[Sequence[str]]:
+        yield list(names)
+
+    async with (
+        compute_thread() as worker,
+        asyncio.TaskGroup() as group,
+        Batcher(worker, run, group, together) as batcher,
+    ):
+        gate = busy(worker)
+        for name in "ab":
+            batcher.submit(ONE, name, told.append)
+        batcher.submit_alone(TWO, lambda: "c", told.append)
+        gate.set()
+        await until(lambda: len(told) == 5)
+        batcher.submit(ONE, "d", told.append)
+        await until(lambda: len(told) == 6)
+
+    assert told == ["(", "a", "b", ")", "c", "d"]
+
+
+@pytest.mark.parametrize("kind", ["step", "chunk"])
+async def test_what_waits_takes_one_turn_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Turns that find nothing to run would take longer than the jobs of many sessions."""
+    ran = list[int]()
+    async with recording() as (worker, tracer):
+        gate, turns = busy(worker), list[object]()
+        follow = worker.follow
+
+        def counted(*what: Any) -> Future[Any]:
+            turns.append(what)
+            return follow(*what)
+
+        monkeypatch.setattr(worker, "follow", counted)
+        for number in range(32):
+            session = SessionId(bytes([number]))
+            if kind == "chunk":
+                tracer.batcher.submit_alone(session, partial(ran.append, number), _ignore)
+            else:
+                tracer.batcher.submit(session, number, ran.append)
+        assert len(turns) == 1
+        gate.set()
+        await until(lambda: len(ran) == 32)
+
+    assert len(turns) <= (1 if kind == "step" else 32)
 
 
 async def order_of(*jobs: tuple[str, SessionId]) -> list[str]:
