@@ -46,7 +46,10 @@ class DeadlineTimer:
 
     def reset(self) -> None:
         """Update the timer after the deadline may have changed."""
-        deadline = self._deadline()
+        self.fire_by(self._deadline())
+
+    def fire_by(self, deadline: float | None) -> None:
+        """Update the timer after one of several deadlines has changed, to this one."""
         if deadline is None or (self._timer and self._timer.when() <= deadline):
             return
         if self._timer:

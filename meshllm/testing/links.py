@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from meshllm.errors import LinkLost
-from meshllm.transport.contract import MAX_MESSAGE_BYTES, Channel, ImmediateSender, Link
+from meshllm.transport.contract import MAX_MESSAGE_BYTES, Channel, Gathers, ImmediateSender, Link
 
 CONTROL, DATA = Channel
 CHUNK_BYTES = 64 * 1024
@@ -106,6 +106,18 @@ async def _a_message_too_long_is_refused(a: Link, b: Link, _: Terms) -> None:
         expect((await read(b))[1] == b"next", "the link is unusable")
     else:
         expect(False, f"{MAX_MESSAGE_BYTES + 1} B were sent")
+
+
+async def _offers_may_be_sent_together(a: Link, b: Link, terms: Terms) -> None:
+    if not isinstance(a, ImmediateSender) or not isinstance(a, Gathers):
+        return
+    messages = [bytes([number]) * number for number in range(40)]
+    with a.together():
+        taken = [message for message in messages if a.offer([message])]
+    expect(bool(taken), "a new link took no offer")
+    await a.send([b"last"])
+    for message in (*taken, b"last"):
+        expect(await read(b) == (DATA, message), "messages that were sent together have changed")
 
 
 async def _an_offer_is_sent_at_once_or_not_at_all(a: Link, b: Link, terms: Terms) -> None:
@@ -229,6 +241,7 @@ PROMISES: tuple[Callable[[Link, Link, Terms], Awaitable[None]], ...] = (
     _the_longest_message_passes,
     _a_message_too_long_is_refused,
     _an_offer_is_sent_at_once_or_not_at_all,
+    _offers_may_be_sent_together,
     _a_slow_reader_blocks_the_sender,
     _control_overtakes_waiting_data,
     _a_cancelled_send_is_whole_or_absent,

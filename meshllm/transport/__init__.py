@@ -2,6 +2,7 @@
 
 __all__ = [
     "contract",
+    "gathering",
     "half_open",
     "interfaces",
     "laned_link",

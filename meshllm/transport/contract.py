@@ -8,7 +8,7 @@ stream `meshllm.transport.stream`. The conformance test is
 """
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import ClassVar, Protocol, runtime_checkable
@@ -106,6 +106,18 @@ class ImmediateSender(Protocol):
 
         Raises:
             ValueError: as `Link.send`.
+        """
+        ...
+
+
+@runtime_checkable
+class Gathers(Protocol):
+    """Optional for a link: sending several messages together."""
+
+    def together(self) -> AbstractContextManager[None]:
+        """Send what is offered inside the context at its end, in one piece if possible.
+
+        Nothing may be awaited inside: the peer does not read what it waits for.
         """
         ...
 

@@ -1,6 +1,7 @@
 """A link over one ordered stream: two channels, credit-based flow control, back-pressure."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Protocol
 
@@ -22,6 +23,10 @@ class Wire(Protocol):
 
     def write(self, head: bytes, body: memoryview | bytes) -> None:
         """Send one piece as one frame."""
+        ...
+
+    def together(self) -> AbstractContextManager[None]:
+        """Return a context at whose end all pieces that were sent inside are written."""
         ...
 
     def send_close(self) -> None:
@@ -69,6 +74,10 @@ class LanedLink:
         """Send a message if there is credit and no sender waits."""
         size = checked_size(message)
         return self._end is None and self._senders[channel].offer(message, size)
+
+    def together(self) -> AbstractContextManager[None]:
+        """Write what is offered inside the context at its end."""
+        return self._wire.together()
 
     async def receive(self) -> tuple[Channel, Buffer]:
         """Wait for the next message; return the credit of messages that were read."""

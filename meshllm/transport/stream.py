@@ -11,10 +11,12 @@ A listener first sends a credit of 0, which tells the dialling side that it was 
 """
 
 import asyncio
+from contextlib import AbstractContextManager
 from typing import Self
 
 from meshllm.errors import LinkLost, PeerFault
 from meshllm.transport.contract import Channel
+from meshllm.transport.gathering import Gathering
 from meshllm.transport.laned_link import LanedLink
 from meshllm.transport.lanes import BACK, FIRST, NEXT, NUMBER_BYTES, PIECE_BYTES, head
 from meshllm.transport.linger import Linger
@@ -34,6 +36,7 @@ class StreamWire(asyncio.Protocol):
         self._address = address
         self._listener = listener
         self._stream: asyncio.Transport
+        self._gathering: Gathering
         self._linger: Linger
         self._closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._heard = asyncio.Event()  # data was received, or the stream has ended
@@ -47,6 +50,7 @@ class StreamWire(asyncio.Protocol):
         """Start; a listener yields the link."""
         assert isinstance(transport, asyncio.Transport)
         self._stream = transport
+        self._gathering = Gathering(transport.write)
         self._linger = Linger(self._left, transport.abort)
         transport.set_write_buffer_limits(high=PIECE_BYTES)
         if self._listener is None:
@@ -107,7 +111,11 @@ class StreamWire(asyncio.Protocol):
 
     def write(self, head: bytes, body: memoryview | bytes) -> None:
         """Write one piece."""
-        self._stream.writelines((head, body))
+        self._gathering.write(b"".join((head, body)))
+
+    def together(self) -> AbstractContextManager[None]:
+        """Write the pieces that are sent inside the context at its end."""
+        return self._gathering.together()
 
     def send_close(self) -> None:
         """Close this direction, so that the peer still reads what was sent."""

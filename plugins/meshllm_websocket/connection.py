@@ -8,7 +8,7 @@ import asyncio
 import logging
 import re
 import socket
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Final, Protocol
 
 from websockets.client import ClientProtocol
@@ -19,6 +19,7 @@ from websockets.protocol import State
 from websockets.server import ServerProtocol
 
 from meshllm.errors import PeerFault
+from meshllm.transport.gathering import Gathering
 from meshllm.transport.laned_link import LanedLink
 from meshllm.transport.lanes import PIECE_BYTES
 from meshllm.transport.linger import Linger
@@ -80,6 +81,7 @@ class WebsocketConnection(asyncio.BufferedProtocol):
         self.address = address
         self.is_writable = True
         self.socket: asyncio.Transport
+        self._gathering: Gathering
         self.link: LanedLink
         self._handshake = handshake
         self._is_client = isinstance(machine, ClientProtocol)
@@ -106,6 +108,7 @@ class WebsocketConnection(asyncio.BufferedProtocol):
         """Start the opening handshake."""
         assert isinstance(transport, asyncio.Transport)
         self.socket = transport
+        self._gathering = Gathering(transport.write)
         self._linger = Linger(self._left, transport.abort)
         host, port, *_ = transport.get_extra_info("peername") or ("", 0)  # it has been reset
         self.address = self.address or f"{host}:{port}"
@@ -143,7 +146,11 @@ class WebsocketConnection(asyncio.BufferedProtocol):
     def write(self, head: bytes, body: memoryview | bytes) -> None:
         """Send one piece as one frame."""
         for part in frame(head, body, is_masked=self._is_client):
-            self.socket.write(part)
+            self._gathering.write(part)
+
+    def together(self) -> AbstractContextManager[None]:
+        """Write the frames that are sent inside the context at its end."""
+        return self._gathering.together()
 
     def send_close(self) -> None:
         """Send a close frame."""

@@ -2,8 +2,9 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
@@ -136,12 +137,20 @@ class RecordingNeighbours:
 
     def __init__(self) -> None:
         self.sent: list[SessionMessage] = []
+        self.groups: list[int] = []
+        """How many messages were sent together, each time."""
         self.blamed = 0
         self.deliver: Callable[[Delivered], None] = lambda _: None
         self._lost = asyncio.get_running_loop().create_future()
 
     def forward(self, action: Forward) -> None:
         self.sent.append(action.message)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        before = len(self.sent)
+        yield
+        self.groups.append(len(self.sent) - before)
 
     def blame(self) -> None:
         self.blamed += 1

@@ -55,6 +55,19 @@ def test_an_earlier_deadline_is_kept() -> None:
     assert run_virtual(story()) == [1.5]
 
 
+def test_the_earliest_of_several_deadlines_is_kept() -> None:
+    async def story() -> list[float]:
+        machine, deadlines = Machine(6.0), [4.0, 2.0, None, 9.0]
+        async with machine.alarm:
+            for deadline in deadlines:
+                machine.alarm.fire_by(deadline)
+            machine.deadline = 2.0
+            await asyncio.sleep(10)
+        return machine.expired
+
+    assert run_virtual(story()) == [2.0]
+
+
 def test_nothing_expires_after_the_end_or_without_a_deadline() -> None:
     async def story() -> list[float]:
         machine = Machine(None)

@@ -96,12 +96,21 @@ class _Queue:
     async def run(self) -> None:
         while True:
             while self._waiting:
-                message = self._waiting.popleft()
-                await self._link.send([message], self._channel)
-                self.size -= len(message)
+                if len(self._waiting) > 1:
+                    self._offer_all()
+                if self._waiting:
+                    message = self._waiting.popleft()
+                    await self._link.send([message], self._channel)
+                    self.size -= len(message)
             self._idle.set()
             self._wake.clear()
             await self._wake.wait()
+
+    def _offer_all(self) -> None:
+        """Send what waits as one, as far as the link takes it without waiting."""
+        with self._link.together():
+            while self._waiting and self._link.offer([self._waiting[0]], self._channel):
+                self.size -= len(self._waiting.popleft())
 
     async def emptied(self) -> None:
         await self._idle.wait()

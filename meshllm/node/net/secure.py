@@ -9,7 +9,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import replace
 from typing import Protocol, assert_never
 
@@ -37,6 +37,7 @@ from meshllm.transport.contract import (
     MAX_MESSAGE_BYTES,
     Buffer,
     Channel,
+    Gathers,
     Guarded,
     ImmediateSender,
     Known,
@@ -144,6 +145,10 @@ class SecureLink:
         if is_sent := self._immediate.offer(seal.seal(message), channel):
             seal.sent()
         return is_sent
+
+    def together(self) -> AbstractContextManager[None]:
+        """Send what is offered inside the context together; see `contract.Gathers.together`."""
+        return self._link.together() if isinstance(self._link, Gathers) else nullcontext()
 
     async def receive(self) -> tuple[Channel, Buffer]:
         """Wait for the next message and open it; see `contract.Link.receive`.

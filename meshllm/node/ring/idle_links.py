@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import count
 
@@ -37,6 +38,10 @@ class IdleLink:
     ) -> bool:
         """See `contract.ImmediateSender`."""
         return self._immediate is not None and self._immediate.offer(message, channel)
+
+    def together(self) -> AbstractContextManager[None]:
+        """See `contract.Gathers`."""
+        return self._link.together() if isinstance(self._link, contract.Gathers) else nullcontext()
 
     async def receive(self) -> tuple[contract.Channel, contract.Buffer]:
         """Return the next message, a buffered one first."""

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from random import SystemRandom
@@ -134,7 +135,8 @@ class EntryNode:
         if runners.head and runners.helped:
             self._head = HeadParts(runners.helped, runners.head, SystemRandom().random)
         self._worker = worker
-        self._samples = Batcher(worker, self._sample_batch, self._jobs)
+        together = neighbours.together if neighbours else nullcontext
+        self._samples = Batcher(worker, self._sample_batch, self._jobs, together)
         self._encoder = ActivationEncoder(config.wire, neighbours)
         self._prefixes = config.prefixes
         self._queue = AdmissionQueue(Admission(self.budget, config.max_sessions))
@@ -403,11 +405,12 @@ class EntryNode:
                     self._forward(generation, action)
                 case Closed(tallies):
                     self._close(session, tallies)
+                    self._timer.fire_by(self._prefixes.index.deadline)
                 case _:
                     self._note(generation, action)
         if self._prompts.waiting:
             self._take_turns()
-        self._timer.reset()
+        self._timer.fire_by(generation.machine.deadline)
 
     def _take_turns(self) -> None:
         """Let the sessions go on for whose prompts there is room now."""

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from math import inf
 from typing import NamedTuple, assert_never
 
@@ -126,6 +126,10 @@ class RingLink:
         if self._queued_bytes + self._held() > self.most_bytes:
             self._is_full.set()
         self._wake_writer()
+
+    def together(self) -> AbstractContextManager[None]:
+        """Send what is posted inside the context together."""
+        return self._link.together() if isinstance(self._link, contract.Gathers) else nullcontext()
 
     async def run(self, deliver: Callable[[Delivered], None]) -> MeshError:
         """Run the link until it is lost, and return the reason; its owner closes it, see ``ended``.
@@ -267,6 +271,7 @@ class Neighbours:
         self._previous = previous
         self._next = next_
         self.forward = next_.post
+        self.together = next_.together
         self.share = next_.share
         self.blame = previous.blame
         """Call it for each invalid hidden state: the previous rank sent it."""

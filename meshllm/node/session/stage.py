@@ -72,7 +72,7 @@ class StageNode:
         self._changes = deque[Free | Keep | Adopt]()  # of these two, in order
         self._changing = Lock()
         self._jobs = asyncio.TaskGroup()
-        self._steps = Batcher(worker, self._step, self._jobs)
+        self._steps = Batcher(worker, self._step, self._jobs, neighbours.together)
         self._timer = DeadlineTimer(lambda: machine.deadline, self._expire)
 
     drafting = None

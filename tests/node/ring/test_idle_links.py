@@ -1,6 +1,8 @@
 """Links of a rank that are not in use yet."""
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest.mock import create_autospec
 
@@ -9,6 +11,8 @@ import pytest
 from meshllm.errors import LinkLost
 from meshllm.node.net.secure import SecureLink
 from meshllm.node.ring.idle_links import MAX_BUFFERED, IdleLink, IdleLinks
+from meshllm.node.session.ring_link import RingLink
+from meshllm.protocol.session.link import NeighbourLink
 from meshllm.protocol.trust.handshake import ALL_FEATURES, Features
 from meshllm.transport.contract import Channel, Link
 from meshllm_loopback import LoopbackTransport
@@ -28,6 +32,23 @@ async def test_an_idle_link_forwards_offers() -> None:
     assert IdleLink(one).offer([b"now"], Channel.CONTROL)
     assert not IdleLink(silent).offer([b"never"])
     assert await other.receive() == (Channel.CONTROL, b"now")
+
+
+async def test_an_idle_link_sends_together_what_its_link_does() -> None:
+    one, _ = await pair()
+    begun = list[int]()
+
+    @contextmanager
+    def together() -> Iterator[None]:
+        begun.append(len(begun))
+        yield
+
+    gathering = SimpleNamespace(send=one.send, close=one.close, together=together)
+    with IdleLink(gathering).together(), IdleLink(one).together():
+        assert begun == [0]
+    machine = create_autospec(NeighbourLink, instance=True)
+    with RingLink(IdleLink(gathering), machine, begun.clear).together():
+        assert begun == [0, 1]
 
 
 async def test_an_idle_link_has_the_features_of_its_peer() -> None:

@@ -155,6 +155,7 @@ async def test_steps_that_wait_run_in_one_pass() -> None:
 
         assert stage.layers.passes[-1] == ("step", [1, 1])
         assert [values_of(message) for message in sent] == [[11], [21, 22]]
+        assert stage.neighbours.groups == [2]
 
 
 async def test_steps_that_fail_together_are_undone_and_run_one_by_one() -> None:

@@ -16,8 +16,10 @@ import pytest
 from meshllm.errors import LinkLost, UserError
 from meshllm.testing.transports import Terms, check_transport
 from meshllm.transport import contract
+from meshllm.transport.gathering import Gathering
 from meshllm.transport.registry import Registry
 from meshllm_websocket import WebsocketTransport, address
+from meshllm_websocket.connection import WebsocketConnection
 from meshllm_websocket.transport import PORTS
 from tests.builders.certificates import certificate
 from tests.builders.websocket import ANY, linked
@@ -63,6 +65,25 @@ async def proxy(
 
 async def test_websocket_implements_the_contract() -> None:
     await check_transport(Local, Terms(settle_s=0.05, deadline_s=120.0))
+
+
+async def test_messages_that_are_offered_together_are_one_write() -> None:
+    async with linked() as (one, other):
+        assert isinstance(one, contract.Gathers)
+        assert isinstance(one._wire, WebsocketConnection)
+        written, write = list[bytes](), one._wire.socket.write
+
+        def counted(part: bytes) -> None:
+            written.append(part)
+            write(part)
+
+        one._wire._gathering = Gathering(counted)
+        with one.together():
+            assert all(one.offer([bytes([number])]) for number in range(16))
+            assert not written
+        assert len(written) == 1
+        for number in range(16):
+            assert bytes((await other.receive())[1]) == bytes([number])
 
 
 async def test_a_message_is_sent_within_the_call_that_offers_it() -> None:

@@ -1,0 +1,48 @@
+"""Writing several messages of a link in one call to the operating system."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+MOST_BYTES = 64 * 1024
+"""Of what is gathered: more gains nothing by another copy."""
+
+
+class Gathering:
+    """Writes parts to a stream one by one, or together.
+
+    A call to the operating system takes as long as some 10 KiB, and wakes the peer each time.
+    """
+
+    def __init__(self, write: Callable[[bytes], None]) -> None:
+        self._write = write
+        self._parts: list[bytes] | None = None
+        self._size = 0
+
+    def write(self, part: bytes) -> None:
+        """Write a part, or gather it."""
+        if self._parts is None:
+            self._write(part)
+            return
+        self._parts.append(part)
+        self._size += len(part)
+        if self._size > MOST_BYTES:
+            self._flush(self._parts)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Gather what is written inside the context, and write it at the end."""
+        if self._parts is not None:
+            yield
+            return
+        parts = self._parts = []
+        try:
+            yield
+        finally:
+            self._parts = None
+            self._flush(parts)
+
+    def _flush(self, parts: list[bytes]) -> None:
+        if parts:
+            self._write(b"".join(parts))
+        parts.clear()
+        self._size = 0
