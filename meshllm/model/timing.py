@@ -39,9 +39,9 @@ from meshllm.model.steps.runner import Runner
 from meshllm.model.steps.trial import run_untested
 from meshllm.names import Quant, Span
 
-ROWS = (1, 8, 32, 128, 256, 1024)
+ROWS = (1, 8, 16, 32, 128, 256, 1024)
 """Of decode steps and prefill chunks; the last two show how time grows with attention."""
-_WARMED = ROWS[:4]  # more rows run the same kernels
+_WARMED = ROWS[:5]  # more rows run the same kernels
 TRIALS = 3
 ENOUGH_S = 0.1  # for repeated runs; many rows of a large layer are timed once
 LONGEST_S = 0.5  # for the largest number of rows, which is skipped if it would take longer

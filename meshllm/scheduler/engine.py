@@ -27,7 +27,6 @@ from functools import cache
 from math import ceil, sqrt
 from typing import NamedTuple
 
-from meshllm.protocol.kv_cache.admission import MAX_SESSIONS
 from meshllm.protocol.planning.chunking import RingTimes
 
 MOST_PROVIDER_SESSIONS = 256
@@ -90,11 +89,12 @@ class ReplicaEngine:
         *,
         room_tokens: int,
         chunk: int,
-        most_sessions: int = MAX_SESSIONS,
+        most_sessions: int,
         is_merging: bool = False,
         contention: float = 1.0,
     ) -> None:
-        """``cached_s`` is what each rank needs per cached token, ``room_tokens`` of all sessions.
+        """``cached_s`` is what each rank needs per cached token, ``room_tokens`` of all sessions,
+        of which ``most_sessions`` run at once.
 
         ``is_merging`` computes the rows of a chunk and of a step together, on a ring of one. Steps
         of all ranks at once take ``contention`` times as long: they run on one machine.

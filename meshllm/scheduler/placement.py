@@ -11,7 +11,6 @@ from enum import StrEnum
 
 from meshllm.errors import UserError
 from meshllm.names import NODE_ID_BYTES, NodeId, Span
-from meshllm.protocol.kv_cache.admission import MAX_SESSIONS
 from meshllm.protocol.planning.chunking import ring_times
 from meshllm.protocol.planning.plan import (
     Ends,
@@ -190,7 +189,7 @@ def _engine(
         ],
         room_tokens=min(rooms),
         chunk=times.best_pace(round(served.load.prompt.mean), others=1).chunk,
-        most_sessions=MOST_PROVIDER_SESSIONS if is_provider else MAX_SESSIONS,
+        most_sessions=MOST_PROVIDER_SESSIONS if is_provider else times.best_sessions,
         is_merging=is_provider,
     )
 

@@ -17,11 +17,13 @@ from time import perf_counter
 import httpx2
 import psutil  # type: ignore[import-untyped]  # ships no types
 
+from meshllm.model.steps.replay import STEPS_BEFORE_REPLAY
 from tests.bench.chaos import random_model
 from tests.bench.load import connect, head_of
 from tests.processes.fleet import ALONE, Fleet, Node, free_address, open_fleet, until
 
 TURNS, WORDS, TOKENS = 3, 12, 48  # of a chat; words of a question; tokens of an answer, at most
+SESSIONS = 16  # of a replica, that warm up
 THINGS = (
     "rivers", "foxes", "machines", "winters", "stories", "towers", "gardens", "stones", "songs",
     "bridges", "letters", "islands", "lamps",
@@ -142,14 +144,24 @@ def _serving(node: Node) -> int:
 
 
 async def _load(fleet: Fleet, address: str, model: str, chats: int) -> PinnedLoad:
-    begin, before = perf_counter(), _cpu_s(fleet)
     load = PinnedLoad(replicas=len(fleet.nodes) - 1, model=model)
+    await _warm_up(load, address)
+    begin, before = perf_counter(), _cpu_s(fleet)
     async with asyncio.TaskGroup() as group:
         for number in range(chats):
             group.create_task(_chat(load, address, begin, number))
     seconds = perf_counter() - begin
     load.cpu = {name: (now - before[name]) / seconds for name, now in _cpu_s(fleet).items()}
     return load
+
+
+async def _warm_up(load: PinnedLoad, address: str) -> None:
+    """Let each replica run batches of each number of sessions, which are traced at first."""
+    async with asyncio.TaskGroup() as group:
+        for number in range(load.replicas * SESSIONS):
+            tokens = TOKENS + 2 * STEPS_BEFORE_REPLAY * (number // load.replicas)
+            turns = [{"role": "user", "content": f"{number} {question(number, TURNS)}"}]
+            group.create_task(_ask(address, load.model, turns, number, tokens))
 
 
 def _cpu_s(fleet: Fleet) -> dict[str, float]:
@@ -181,9 +193,11 @@ def question(number: int, turn: int) -> str:
     return f"Chat {number}: tell me more about {', '.join(words)}."
 
 
-async def _ask(address: str, model: str, turns: Sequence[dict[str, str]], seed: int) -> Reply:
+async def _ask(
+    address: str, model: str, turns: Sequence[dict[str, str]], seed: int, tokens: int = TOKENS
+) -> Reply:
     fields = {
-        "model": model, "messages": turns, "stream": True, "max_tokens": TOKENS, "seed": seed,
+        "model": model, "messages": turns, "stream": True, "max_tokens": tokens, "seed": seed,
         "temperature": 0.8, "stream_options": {"include_usage": True},
     }  # fmt: skip
     body = json.dumps(fields).encode()

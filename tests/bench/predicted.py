@@ -38,7 +38,6 @@ from meshllm.model.steps.trial import run_untested
 from meshllm.model.timing import Speed, measure_speed
 from meshllm.names import NODE_ID_BYTES, NodeId, Quant, Span
 from meshllm.node.ring.shape import plan_shape
-from meshllm.protocol.kv_cache.admission import MAX_SESSIONS
 from meshllm.protocol.planning.chunking import ring_times
 from meshllm.protocol.planning.plan import (
     Ends,
@@ -111,8 +110,9 @@ async def measure(
     slowed = contention(case.source, nodes, quant) if nodes > 1 else 1.0
     async with open_fleet(case.source.folder, nodes, 1, quant) as fleet:
         status = from_json(MeshStatus, (await fleet.entry.get("/mesh/status")).json())
-        await warm_up(fleet, case)
-        sent, speed = MAX_SESSIONS, speed_now(case.source, quant)
+        speed = speed_now(case.source, quant)
+        sent = engine_of(status, case, quant, speed, slowed).most_sessions
+        await warm_up(fleet, case, sent)
         for number, share in enumerate(case.shares, start=1):
             engine = engine_of(status, case, quant, speed, slowed)
             capacity = capacity or Estimate(engine, case.load).capacity
@@ -143,10 +143,10 @@ async def measure(
     return rows, capacity
 
 
-async def warm_up(fleet: Fleet, case: Case) -> None:
+async def warm_up(fleet: Fleet, case: Case, sessions: int) -> None:
     """Run batches of each number of sessions, which are traced at first."""
     async with asyncio.TaskGroup() as group:
-        for number in range(MAX_SESSIONS):
+        for number in range(sessions):
             tokens = case.tokens + 2 * STEPS_BEFORE_REPLAY * number  # they end one after the other
             asked = Request(raw=raw(number, case.prompt), max_tokens=tokens)
             group.create_task(fleet.answer(asked))
@@ -221,6 +221,7 @@ def engine_of(
         [len(stage.layers) * cached_s(sizes, speed) for stage in stages],
         room_tokens=min(rooms),
         chunk=times.best_pace(case.prompt, others=1).chunk,
+        most_sessions=times.best_sessions,
         contention=slowed,
     )
 

@@ -1,7 +1,7 @@
 """What a replica adds: tokens per second of many conversations, and hits of the prefix cache.
 
     python -m tests.bench.replicas [--chats 64]
-    python -m tests.bench.replicas --processes [--random] [--chats 32] [--rounds 3]
+    python -m tests.bench.replicas --processes [--random] [--chats 64] [--rounds 3]
 
 Whole nodes with the toy model of the simulation, in virtual time: rings of two nodes, 100 ms round
 trip between any two, one door. Each chat has three turns, one behind the other; all chats run at
@@ -107,7 +107,7 @@ async def _chat(world: World, load: ChatLoad, begin: float, number: int) -> None
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare one ring with two."""
     parser = parser_of("replicas", __doc__ and __doc__.splitlines()[0])
-    parser.add_argument("--chats", type=int, help="at the same time (64; of processes 32)")
+    parser.add_argument("--chats", type=int, help="at the same time (64)")
     parser.add_argument("--processes", action="store_true", help="real ones, pinned to cores")
     parser.add_argument("--random", action="store_true", help="a model of 100 MB, with processes")
     parser.add_argument("--rounds", type=int, default=1, metavar="N", help="of processes")
@@ -137,7 +137,7 @@ def _of_processes(options: Namespace, report: Report) -> tuple[float, float]:
     )
     loads = list[PinnedLoad]()
     for replicas, name in (*enumerate(NAMES, 1),) * options.rounds:
-        load = pinned.measure(replicas, options.chats or 32, cores, is_random=options.random)
+        load = pinned.measure(replicas, options.chats or 64, cores, is_random=options.random)
         report.say(_line(name, load), f"{'':<13} {load.shares}")
         loads.append(load)
     report.write(loads)

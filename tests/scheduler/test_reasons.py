@@ -41,7 +41,7 @@ def test_slow_tokens_are_the_reason_where_nothing_waits() -> None:
 
 
 def test_a_queue_is_the_reason_where_replicas_are_too_few() -> None:
-    busy = replace(BOTH, models=(served(LLAMA_8B, 6.0), BOTH.models[1]))
+    busy = replace(BOTH, models=(served(LLAMA_8B, 24.0), BOTH.models[1]))
     best = assessed(option(0, 1), option(0, 0), option(1, 1, 1), where=busy)
     other = assessed(option(0, 0), option(1, 1, 1), where=busy)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from meshllm.protocol.session.blob import SessionKey
     from meshllm.protocol.session.messages import Blob
 
-SESSIONS = 16  # twice as many as a rank serves
+SESSIONS = 64  # twice as many as a rank serves
 POSITIONS = 38_912  # of each; the model has 2,048
 ROWS = 64
 PAUSE_S = 0.05  # s between two chunks of all sessions

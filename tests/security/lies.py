@@ -86,7 +86,7 @@ def compute_wrong_values() -> Outcome:
 
 
 def exceed_the_context() -> Outcome:
-    """As the entry, send rows of 16 sessions at positions that the model does not have."""
+    """As the entry, send rows of 64 sessions at positions that the model does not have."""
     with open_fleet() as fleet:
         ticket = fleet.found("liar")
         pinned = "--members", "2", "--entry", "self"
@@ -104,7 +104,7 @@ def exceed_the_context() -> Outcome:
     grown, kept, room = most["process"] - before["process"], most["kv_cache"], most["kv_room"]
     effect = f"{kept >> 20} of {room >> 20} MiB of KV caches, {grown >> 20} MiB more memory"
     held = serves and 0 < kept <= room and grown <= kept + SLACK_BYTES
-    return Outcome(effect, "8 sessions, the context, the memory offered", held=held)
+    return Outcome(effect, "32 sessions, the context, the memory offered", held=held)
 
 
 @contextmanager

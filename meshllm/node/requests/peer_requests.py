@@ -1,8 +1,8 @@
 """Requests that other nodes and clients send here, answered within their limits.
 
 A node gets at most `MAX_PER_PEER` answers at a time, from the entry or the provider that this node
-is. A client gets what this node's own requests get, within the limits of its ticket and of all
-clients together.
+is, to requests within the limit of `HeldBytes`. A client gets what this node's own requests get,
+within the limits of its ticket and of all clients together.
 """
 
 import asyncio
@@ -16,9 +16,11 @@ from dataclasses import replace
 from meshllm.errors import Busy, MeshError, PeerFault, UserError
 from meshllm.names import GroupId, NodeId
 from meshllm.node.event_loop import OffLoop
+from meshllm.node.requests.held_bytes import HeldBytes, size_of
 from meshllm.node.requests.request_json import error_to_json, event_to_lines, request_from_json
 from meshllm.node.supervisor import contained
 from meshllm.node.timer import loop_time
+from meshllm.protocol.kv_cache.admission import MAX_SESSIONS
 from meshllm.protocol.membership.client_quota import ClientQuota, places
 from meshllm.protocol.membership.codec import (
     AnswerEvent,
@@ -37,7 +39,8 @@ MAX_PER_CLIENT = 2  # concurrent requests of one client
 MAX_OF_CLIENTS = 4  # of all clients together: the rest of the ring is for its owners
 CLIENT_TOKENS = 4096  # most tokens of one answer to a client
 SHORT_BYTES = 16 * 1024  # a request that is parsed in a millisecond or two
-MAX_FORWARDED = 16  # concurrent requests that a node sends to one entry; further ones wait there
+MAX_FORWARDED = MAX_SESSIONS + 8
+"""Concurrent requests that a node sends to another one; a few wait there, to follow at once."""
 MAX_PER_PEER = 2 * MAX_FORWARDED  # of one node: cancelled ones take a while to end
 MAX_LISTS, LISTS_S = 8, 10.0  # lists of models for one peer within so many seconds
 
@@ -67,6 +70,7 @@ class PeerRequests:
         self._backend = backend
         self._answer = answer
         self._send = send
+        self._held = HeldBytes()  # of requests in JSON, and of those of nodes until they end
         self._longest = longest
         self._off_loop = off_loop
         self._strikes = Strikes()
@@ -75,6 +79,11 @@ class PeerRequests:
         self._running: dict[tuple[NodeId, bytes], asyncio.Task[None]] = {}
         self._of_clients: set[asyncio.Task[None]] = set()
         self._jobs = asyncio.TaskGroup()
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of the requests of nodes in progress."""
+        return self._held.total
 
     async def run(self) -> None:
         """Answer until cancelled."""
@@ -142,11 +151,13 @@ class PeerRequests:
         self, peer: NodeId, request_id: bytes, data: bytes, *, is_client: bool
     ) -> None:
         try:
-            request = await self._read(peer, data)
             async with AsyncExitStack() as stack:
+                with self._held.holding(peer, len(data)):
+                    request = await self._read(peer, data)
                 if is_client:
                     answer = self._limited(request, peer)
                 else:
+                    stack.enter_context(self._held.holding(peer, size_of(request)))
                     group = request.group
                     at = None if group is None else GroupId(bytes.fromhex(group))
                     ring = self._backend(peer, request.model, at)

@@ -6,11 +6,12 @@ Requests that begin alike go to the same ring, whose prefix cache has their begi
 that this node has not seen goes to one of the least busy rings; rendezvous hashing ranks those, so
 that other nodes are likely to choose the same one. Later requests follow, to where the last one
 went, while that ring has less than `MARGIN` requests of this node more in progress than the least
-busy one, or up to twice as many where all rings have more than they run at once: a request would
-wait in each of them, and a move gains less time than computing the beginning again takes. A node
-counts its own requests only, which is exact where one node is the door, and close where the doors
-are used alike. The least busy of all rings is taken, where others compare two random ones: these
-counts are exact and free, and rendezvous hashing already spreads what several nodes send.
+busy one, and half as many more as all rings have beyond `MIN_SESSIONS`: a request shares each ring
+with many others or waits there, and a move gains less time than computing the beginning again
+takes. A node counts its own requests only, which is exact where one node is the door, and close
+where the doors are used alike. The least busy of all rings is taken, where others compare two
+random ones: these counts are exact and free, and rendezvous hashing already spreads what several
+nodes send.
 
 A request counts as often as the ring is slower than the fastest, by the time per step in its best
 answer of the last `FRESH_S`, so that a ring three times as slow gets a third of the chats. A step
@@ -28,9 +29,9 @@ many chats have a system prompt in common, whose cache all rings have then. A re
 another text in its place, its affinity, which other requests have in common with it.
 
 A request with a deadline goes to the rings that can write its longest answer by then, by their best
-times; each `MAX_SESSIONS` requests of this node in a ring, behind which it would wait, take as long
-again. A ring without times counts as fast enough. If none is, the fastest ones are taken: most
-answers are shorter than they may be.
+times; each `MIN_SESSIONS` requests of this node in a ring, which slow it or for which it would
+wait, take as long again. A ring without times counts as fast enough. If none is, the fastest ones
+are taken: most answers are shorter than they may be.
 
 The ring that failed last is avoided while there is another one, and so are those that failed more
 often than others. A request that no ring has accepted yet is refused once each of them was asked.
@@ -47,7 +48,7 @@ from blake3 import blake3
 from meshllm.errors import MeshError
 from meshllm.names import NodeId, RingEntry
 from meshllm.node.timer import loop_time
-from meshllm.protocol.kv_cache.admission import MAX_SESSIONS
+from meshllm.protocol.kv_cache.admission import MIN_SESSIONS
 from meshllm.request import Answer, Request
 
 MARGIN = 4  # requests; with 2, a third of the hits was lost before chats stayed where they went
@@ -114,11 +115,11 @@ class ReplicaChoice:
             return (busy[entry] + 1 - fewer) * slowness[entry], own * slowness[entry]
 
         def is_busier(entry: RingEntry) -> bool:
-            shared, own = load(entry, MARGIN + min(MARGIN, least_queue))
+            shared, own = load(entry, MARGIN + more)
             return shared >= least[0] or (load(entry)[0] == least[0] and own >= least[1])
 
         least = min(map(load, others))
-        least_queue = max(0, min(self._active[entry] for entry in others) - MAX_SESSIONS)
+        more = max(0, min(self._active[entry] for entry in others) - MIN_SESSIONS) // 2
         chosen = self._known.pop(beginning, None)
         if chosen not in others or is_busier(chosen):
             idle = (entry for entry in others if load(entry) == least)
@@ -135,7 +136,7 @@ class ReplicaChoice:
         needs_ms = {
             entry: self._best(entry, request.model)
             * max(0, request.max_tokens - len(request.given))
-            * (1 + self._active[entry] // MAX_SESSIONS)
+            * (1 + self._active[entry] // MIN_SESSIONS)
             for entry in entries
         }
         least = min(needs_ms.values())

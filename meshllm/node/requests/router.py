@@ -11,9 +11,10 @@ which names none. A client sends its request to any node, which is then the ingr
 for the models (`AskModels`), since it knows no records of the mesh. Only the entry serves the
 `Generate` of a node, so no request is forwarded in a circle.
 
-An ingress has at most `MAX_FORWARDED` requests at an entry. Further ones wait here: those of its
-owner first, the others in turns, as at the entry. When `MAX_WAITING` of the owner wait, the next is
-refused. So is one whose asker has too many `HeldBytes`, wherever its requests wait or run.
+An ingress has at most `MAX_FORWARDED` requests at an entry or a provider. Further ones wait here:
+those of its owner first, the others in turns, as at the entry. When `MAX_WAITING` of the owner
+wait, the next is refused. So is one whose asker has too many `HeldBytes`, wherever its requests
+wait or run.
 
 A request for a name goes to the quantisation that the name means when it comes, also if the name
 means another one after a loss. `NAME@PRECISION` means rings of that precision, and no provider.
@@ -304,7 +305,7 @@ class RequestRouter:
     @property
     def request_bytes(self) -> int:
         """Memory of the requests in progress."""
-        return self._held.total
+        return self._held.total + self.peers.held_bytes
 
     async def run(self) -> None:
         """Serve the requests of other nodes and clients until cancelled."""

@@ -442,7 +442,7 @@ class RingRuntime:
                 ring,
                 plan.epoch,
                 partial(self._pace, plan),
-                MAX_SESSIONS,
+                times.best_sessions if times else MAX_SESSIONS,
                 model.max_crop,
                 store.prefixes,
                 model.drafting,

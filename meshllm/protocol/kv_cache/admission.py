@@ -48,10 +48,15 @@ from meshllm.names import NodeId, SessionId
 from meshllm.protocol.kv_cache.budget import KvBudget
 from meshllm.protocol.kv_cache.prefix_scope import PrefixScope, is_owners
 
-MAX_SESSIONS = 8
-"""Generations that a ring runs at once; further ones wait."""
+MAX_SESSIONS = 32
+"""Generations that a ring runs at once, at most; further ones wait."""
+MIN_SESSIONS = 8
+"""The same, at least, if the memory for their KV caches is there.
+
+Between the two, the entry runs as many as make the ring faster: see `RingTimes.best_sessions`.
+"""
 MAX_WAITING = 256
-"""Length of the owner's queue; its last generation waits for 32 rounds of 8."""
+"""Length of the owner's queue; its last generation waits for 8 to 32 rounds."""
 OWNER_S = 300.0  # s; the owner reads an answer and writes what comes next
 QUANTUM = 512  # tokens of credit per turn: the default of `--max-tokens`
 SHORT_ANSWER = 2 * QUANTUM  # tokens; a longer one may run for minutes

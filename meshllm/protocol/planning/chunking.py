@@ -1,5 +1,7 @@
 """Chunked prefill: how long a prompt takes with a given chunk size, and which size is best.
 
+The same cost model tells how many sessions a ring should run at once.
+
 Theory of operation: the ranks of a ring work on different chunks of a prompt at once, as a
 pipeline. Short chunks fill it sooner, long ones read the weights less often, so several sizes are
 simulated, chunk by chunk and rank by rank, with the times of the ranks and the links. A row attends
@@ -17,6 +19,8 @@ from math import ceil, inf, sqrt
 
 from meshllm.errors import UserError
 from meshllm.names import DIGEST_BYTES, SESSION_ID_BYTES, Digest, SessionId, Span, short
+from meshllm.protocol.drafting.window import MAX_STEP_ROWS
+from meshllm.protocol.kv_cache.admission import MAX_SESSIONS, MIN_SESSIONS
 from meshllm.protocol.planning.plan import Links, LinkSpeed, ModelSizes, Offer, Plan
 from meshllm.protocol.session.codec import MAX_ROWS, size
 from meshllm.protocol.session.messages import Blob, Data, DType, Flags
@@ -31,6 +35,8 @@ COPY_ROWS = 32  # rows that take as long as the KV cache copy of stock attention
 MIN_ROWS = 128  # with chunks half as long, a prompt of 4096 tokens takes a sixth longer
 DEFAULT_MAX_ROWS = 256  # rows if no time is known: 1 to 2 s of 28 layers of 1024 on one slow core
 
+_NEAR_FASTEST = 1.1  # times the rate of fewer sessions
+_SESSIONS_STEP = 4
 _NEAR_BEST = 1.03  # times the least time: longer chunks save messages, and costs that no table has
 _MAX_SIMULATED = 8192  # tokens of a prompt that are simulated: more change little, and take time
 _ROUNDING = 0.01  # of a chunk
@@ -75,11 +81,39 @@ class RingTimes:
         return self.ranks[rank].wire.seconds(self.message_bytes(rows))
 
     def step_s(self, rows: int) -> float:
-        """Return the seconds of one trip round the ring; the head scales with rows like a layer."""
-        first = self.ranks[0].offer
-        head_s = self.head_s * first.layer_seconds(rows) / first.layer_seconds(1)
+        """Return the seconds of one trip round the ring."""
         wires = (self.wire_s(rank, rows) for rank in range(len(self.ranks)))
-        return head_s + sum(rank.compute_s(rows) for rank in self.ranks) + sum(wires)
+        return self._head_s(rows) + sum(rank.compute_s(rows) for rank in self.ranks) + sum(wires)
+
+    @property
+    def best_sessions(self) -> int:
+        """The fewest sessions at once with which the ring is nearly as fast as it can be.
+
+        With more, each text would come more slowly, and others would not come sooner. Below
+        `MIN_SESSIONS`, a short answer would wait too long for a place.
+        """
+        counts = range(MIN_SESSIONS, MAX_SESSIONS + 1, _SESSIONS_STEP)
+        rates = {sessions: sessions / self._period_s(sessions) for sessions in counts}
+        near = max(rates.values()) / _NEAR_FASTEST
+        return min(sessions for sessions, rate in rates.items() if rate >= near)
+
+    def _period_s(self, sessions: int) -> float:
+        """Return the seconds in which each session gets a token, in as many groups as are best."""
+        least = ceil(sessions / MAX_STEP_ROWS)
+        return min(self._grouped_s(sessions, groups) for groups in range(least, sessions + 1))
+
+    def _grouped_s(self, sessions: int, groups: int) -> float:
+        """Return the same for groups, of which each rank and each link takes one at a time."""
+        rows = ceil(sessions / groups)
+        busy = [rank.compute_s(rows) for rank in self.ranks]
+        busy[0] += self._head_s(rows)
+        links = [self._transmit_s(at, rows) for at in range(len(self.ranks))]
+        return max(self.step_s(rows), groups * max(*busy, *links))
+
+    def _head_s(self, rows: int) -> float:
+        """Return the seconds of the head, which scales with rows like a layer."""
+        first = self.ranks[0].offer
+        return self.head_s * first.layer_seconds(rows) / first.layer_seconds(1)
 
     def first_token_s(self, prompt: int, pace: Pace) -> float:
         """Return the seconds to the first token after a prompt of ``prompt`` tokens."""

@@ -27,7 +27,7 @@ from meshllm.names import SessionId, WireMode
 SHARE = 0.2
 """Of a hop; if bytes take less, halving them saves less than a tenth of it, and less than a
 twentieth if they would have been packed."""
-MAX_CHOSEN = 1024  # sessions remembered; a ring has eight at a time
+MAX_CHOSEN = 1024  # sessions remembered; a ring has 32 at a time
 
 PACKED = 2 / 3
 """Size of packed bfloat16 relative to plain, or a little less. float32 saves half as much, which is

@@ -365,7 +365,7 @@ class Entry:
         is_short = is_step or pos in self.given_steps
         if self._job or not tokens or len(self._flight) >= self._room(is_step=is_short):
             return []
-        if not is_short and not self._queue.take(self._task.session, len(tokens)):
+        if not is_step and not self._queue.take(self._task.session, len(tokens)):
             return []
         if guesses:
             self._ahead += self._steps.popleft()

@@ -8,11 +8,12 @@ those that wait to be sent together. Its size follows from the width of the mode
 know it; a plan counts it with the workspace of a forward, as memory that caches cannot have.
 
 The entry alone lets rows into the ring, and all of them may wait on the same rank. There is room
-for the steps of all sessions. The chunks of prompts, and the rows that are computed again after a
-loss, are many more: a session sends them if they fit beside all rows in flight, else it queues. So
-a prompt that runs alone has all the room, and those that run at once share it by turns, in FIFO
-order. There is always progress: any message fits on its own, and what is in flight returns, or is
-given up, without what is queued.
+for the steps of all sessions: one that runs beside others has one step in flight, and perhaps one
+that was given up, and the queues of a few are full that had the ring to themselves. The chunks of
+prompts, and the rows of steps that are computed again after a loss, are many more: a session sends
+them if they fit beside all rows in flight, else it queues. So a prompt that runs alone has all the
+room, and those that run at once share it by turns, in FIFO order. There is always progress: any
+message fits on its own, and what is in flight returns, or is given up, without what is queued.
 
 What is given up, as a client stopped or a chunk is sent again, is dropped on its way: from the
 queues of the links, and before it is computed. Only the chunk that is being computed stays, beside
@@ -31,7 +32,7 @@ from meshllm.protocol.session.stage import MAX_PENDING, MAX_WAITING_BYTES
 
 _CHUNKS = 4  # the largest; one for each rank keeps a ring of 4 busy, shorter chunks a larger one
 MAX_DATA_BYTES = 64 << 20  # of a message, as transports limit it
-_STEP_ROWS = MAX_SESSIONS * MAX_PENDING * MAX_STEP_ROWS  # in flight, at most
+_STEP_ROWS = (2 * MAX_SESSIONS + 4 * MAX_PENDING) * MAX_STEP_ROWS  # see above
 _OTHER_BYTES = 4 << 20  # headers, messages without rows, and a part of the logits of a step
 
 

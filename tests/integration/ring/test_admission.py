@@ -19,6 +19,7 @@ from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.node.session.entry import EntryNode
 from meshllm.node.session.wire import sealed
 from meshllm.protocol.kv_cache import admission
+from meshllm.protocol.kv_cache.admission import MAX_SESSIONS
 from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget, Room
 from meshllm.protocol.session.blob import session_key
 from meshllm.protocol.session.messages import (
@@ -34,7 +35,6 @@ from meshllm.testing.models import tiny_model
 
 PROMPT = tuple(range(2, 32))
 CONTEXT = 1024
-SESSIONS = 8  # of a stage, at most
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,9 @@ async def ring_with(
         def measure(tokens: int) -> tuple[int, int]:
             return tokens, 0
 
-        return KvBudget([Room(99 * BLOCK, measure)] * (nodes - 1) + [Room(blocks * BLOCK, measure)])
+        return KvBudget(
+            [Room(999 * BLOCK, measure)] * (nodes - 1) + [Room(blocks * BLOCK, measure)]
+        )
 
     monkeypatch.setattr(ModelRuntime, "budget", budget)
     options = RingOptions(nodes, inference=InferenceConfig(threads=1, speculation=False))
@@ -145,7 +147,7 @@ async def test_a_stage_refuses_a_session_beyond_its_memory(
 
 @pytest.mark.parametrize(
     ("blocks", "code", "positions"),
-    [(2, FaultCode.BUSY, 2 * BLOCK), (99, FaultCode.MODEL, SESSIONS * CONTEXT)],
+    [(2, FaultCode.BUSY, 2 * BLOCK), (999, FaultCode.MODEL, MAX_SESSIONS * CONTEXT)],
 )
 async def test_a_hostile_rank_0_exceeds_neither_memory_nor_context_of_a_stage(
     llama: Path, monkeypatch: pytest.MonkeyPatch, blocks: int, code: FaultCode, positions: int
@@ -161,7 +163,7 @@ async def test_a_hostile_rank_0_exceeds_neither_memory_nor_context_of_a_stage(
         (stage,), neighbours = ring.stages, ring.entry._neighbours
         assert neighbours is not None
         rows = torch.zeros(1, BLOCK, ring.model.shape.hidden_size)
-        live = {SessionId(bytes([number]) * 16) for number in range(SESSIONS + 2)}
+        live = {SessionId(bytes([number]) * 16) for number in range(MAX_SESSIONS + 2)}
         codes, most = set[FaultCode](), 0
         for pos in range(0, 2 * CONTEXT, BLOCK):
             for session in sorted(live):

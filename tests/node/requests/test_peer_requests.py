@@ -142,7 +142,7 @@ def test_the_requests_of_a_peer_are_limited(world: World) -> None:
 
     async def story() -> None:
         for number in range(MAX_PER_PEER + 1):
-            request = Generate(bytes([number]) * 16, request_to_json(REQUEST))
+            request = Generate(number.to_bytes(16), request_to_json(REQUEST))
             router.receive(OTHER, request, is_client=False)
         router.receive(ENTRY, Generate(ASK, request_to_json(REQUEST)), is_client=False)
         await asyncio.sleep(1)
@@ -155,6 +155,30 @@ def test_the_requests_of_a_peer_are_limited(world: World) -> None:
     assert isinstance(told, Busy)
     assert str(told) == f"{MAX_PER_PEER} requests of this node are in progress"
     assert world.said(ENTRY) == []
+
+
+def test_the_bytes_of_the_requests_of_a_peer_are_limited(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshllm.node.requests.held_bytes.MAX_HELD_BYTES", 100_000)
+    router = world.add(ME, FakeRing(attempts=[[None]] * 9 + [answer()]))
+    long = request_to_json(replace(REQUEST, raw="x" * 10_000, turns=()))
+
+    async def story() -> None:
+        for number in range(12):
+            router.receive(OTHER, Generate(number.to_bytes(16), long), is_client=False)
+        await asyncio.sleep(1)
+        assert len(router.peers._running) == 9  # 10,000 bytes each, of half of what there is
+        assert 90_000 <= router.request_bytes < 100_000
+        router.lost(OTHER)
+        await asyncio.sleep(1)
+        assert router.request_bytes == 0
+        router.receive(ENTRY, Generate(ASK, long), is_client=False)
+
+    world.run(story)
+    refused = world.said(OTHER)
+    assert [type(each) for each in refused] == [Busy] * 3
+    assert text_of(world.said(ENTRY)) == TEXT
 
 
 def test_the_requests_of_clients_are_limited_alone_and_together(world: World) -> None:

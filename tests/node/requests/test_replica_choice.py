@@ -19,7 +19,7 @@ from meshllm.node.requests.replica_choice import (
     _beginning,
     step_ms,
 )
-from meshllm.protocol.kv_cache.admission import MAX_SESSIONS
+from meshllm.protocol.kv_cache.admission import MIN_SESSIONS
 from meshllm.request import Request, Turn
 from tests.builders import offers
 from tests.builders.fake_ring import answer_of
@@ -200,12 +200,12 @@ def test_a_chat_stays_at_a_slow_ring_that_has_its_beginning() -> None:
         assert choice.choose(RINGS, request, Tried()) != first
 
 
-@pytest.mark.parametrize("queue", [-MAX_SESSIONS, -1, 0, 1, MARGIN, 3 * MARGIN])
-def test_a_chat_stays_longer_where_all_rings_have_a_queue(queue: int) -> None:
+@pytest.mark.parametrize("queue", [-MIN_SESSIONS, -1, 0, 1, MARGIN, 3 * MARGIN])
+def test_a_chat_stays_longer_where_all_rings_are_busy(queue: int) -> None:
     choice, request = ReplicaChoice(Clock()), Request(raw="hello")
     first = choice.choose(RINGS, request, Tried())
-    others = MAX_SESSIONS + queue
-    stays = others + MARGIN + min(MARGIN, max(0, queue))  # fewer requests than its ring has
+    others = MIN_SESSIONS + queue
+    stays = others + MARGIN + max(0, queue) // 2  # fewer requests than its ring has
     with ExitStack() as stack:
         for entry in RINGS:
             for _ in range(stays - 1 if entry == first else others):
@@ -274,18 +274,18 @@ def test_a_chat_with_a_deadline_leaves_only_a_ring_that_is_too_slow() -> None:
 def test_the_rings_that_are_fast_enough_share_the_requests_with_a_deadline() -> None:
     choice, counts = timed({A: 10.0, B: 14.0, C: 40.0}), Counter[RingEntry]()
     with ExitStack() as stack:
-        for number in range(2 * MAX_SESSIONS):
+        for number in range(2 * MIN_SESSIONS):
             entry = choice.choose(RINGS, due(1500, f"{number}"), Tried())
             counts[entry] += 1
             stack.enter_context(choice.asking(entry, Tried()))
 
-    assert counts == {A: MAX_SESSIONS, B: MAX_SESSIONS}
+    assert counts == {A: MIN_SESSIONS, B: MIN_SESSIONS}
 
 
 def test_a_ring_in_which_a_request_would_wait_is_not_as_fast() -> None:
     choice, rings = timed({A: 10.0, B: 19.0}), (A, B)
     with ExitStack() as stack:
-        for entry in (*[A] * MAX_SESSIONS, *[B] * (MAX_SESSIONS - 1)):
+        for entry in (*[A] * MIN_SESSIONS, *[B] * (MIN_SESSIONS - 1)):
             stack.enter_context(choice.asking(entry, Tried()))
 
         assert choice.choose(rings, due(0, "a"), Tried()) == A

@@ -407,7 +407,11 @@ def test_values_that_are_not_finite_are_refused() -> None:
 @pytest.mark.parametrize(
     ("messages", "room", "taken"),
     [
-        ([rows(session=SessionId(bytes([at]) * 16)) for at in range(99)], 1 << 22, MOST_RECEIVED),
+        (
+            [rows(session=SessionId(bytes([at]) * 16)) for at in range(MOST_RECEIVED + 3)],
+            1 << 23,
+            MOST_RECEIVED,
+        ),
         ([rows(2, 4 * at) for at in range(99)], rows_for(1) * ROW, 1),
         ([rows(2), rows(3)], rows_for(1) * ROW, 1),
         ([rows()], 0, 0),

@@ -1,5 +1,6 @@
 """The best chunk sizes of a prompt, with round numbers."""
 
+from dataclasses import replace
 from itertools import pairwise
 from math import inf
 
@@ -7,6 +8,7 @@ import pytest
 
 from meshllm.errors import UserError
 from meshllm.names import SessionId, Span
+from meshllm.protocol.kv_cache.admission import MAX_SESSIONS, MIN_SESSIONS
 from meshllm.protocol.planning.chunking import (
     ALONE_STALL_S,
     COPY_ROWS,
@@ -94,6 +96,28 @@ def test_a_link_carries_one_chunk_after_the_other() -> None:
     seconds = times.first_token_s(400, times.pace(100))
 
     assert seconds == pytest.approx(0.001 + 4 * 0.010 + 0.001 + 0.0001)
+
+
+@pytest.mark.parametrize(
+    ("times", "sessions"),
+    [
+        (ring(1, table=STEEP), MIN_SESSIONS),  # a row more takes as long as the first
+        (ring(1, table=FLAT), 16),  # 32 are two steps
+        (ring(1, table=((1, 0.010), (8, 0.011), (16, 0.018), (32, 0.019))), 12),
+        (ring(1, 1, table=STEEP), MIN_SESSIONS),
+        (ring(1, 1, table=STEEP, wire=LinkSpeed(0.05)), MAX_SESSIONS),  # many are on their way
+        (ring(1, 1, table=FLAT, wire=LinkSpeed(0.0, 1e3), row_bytes=1000), MIN_SESSIONS),
+        (ring(1, 1, table=FLAT), MAX_SESSIONS),  # two steps at a time
+    ],
+)
+def test_a_ring_runs_as_many_sessions_as_make_it_faster(times: RingTimes, sessions: int) -> None:
+    assert times.best_sessions == sessions
+
+
+def test_a_slow_head_keeps_the_first_rank_busy() -> None:
+    times = ring(1, 1, table=STEEP, wire=LinkSpeed(0.05))
+
+    assert replace(times, head_s=0.5).best_sessions == MIN_SESSIONS
 
 
 def test_message_sizes_match_the_codec() -> None:
