@@ -32,6 +32,7 @@ from meshllm.protocol.session.messages import (
 )
 from meshllm.request import Sampling
 from meshllm.testing.models import tiny_model
+from tests.builders.waiting import at_rest
 
 PROMPT = tuple(range(2, 32))
 CONTEXT = 1024
@@ -141,7 +142,7 @@ async def test_a_stage_refuses_a_session_beyond_its_memory(
             await ask(ring, tokens=600)
 
         assert len(await ask(ring)) == 5
-        await ring.worker.run(int)  # after the last job of the stage
+        await at_rest(ring)
         assert ring.stages[0].sessions == 0
 
 
@@ -177,7 +178,7 @@ async def test_a_hostile_rank_0_exceeds_neither_memory_nor_context_of_a_stage(
 
         assert (live, codes) == (set(), {code, FaultCode.BUSY})
         assert most == positions
-        await ring.worker.run(int)  # after the last job of the stage
+        await at_rest(ring)
         assert (stage.sessions, stage.budget.live_bytes) == (0, 0)
 
 
@@ -191,7 +192,7 @@ async def test_cached_prefixes_are_evicted_for_sessions(
         assert kept.kept_bytes == 2 * BLOCK
 
         assert len(await ask(ring, (40, *PROMPT), tokens=300)) == 300
-        await ring.worker.run(int)  # after the last job of the stage
+        await at_rest(ring)
         assert kept.kept_bytes == 2 * BLOCK
         assert len(ring.stages[0]._kept) == 1
 

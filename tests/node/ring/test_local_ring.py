@@ -28,6 +28,7 @@ from meshllm.testing.clock import run_virtual
 from meshllm.testing.models import tiny_model
 from meshllm_loopback import LoopbackTransport, Shape
 from tests.builders.tampering import Tampering
+from tests.builders.waiting import at_rest
 
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3)
 TOKENS = 12
@@ -109,7 +110,7 @@ async def test_leaving_early_frees_every_rank(llama: Path) -> None:
                     held = [stage.sessions for stage in ring.stages]
                     break
 
-        await ring.worker.run(int)  # what was queued before is done
+        await at_rest(ring)
 
         assert held == [1, 1]
         assert [stage.sessions for stage in ring.stages] == [0, 0]
@@ -129,7 +130,7 @@ async def test_cancelling_the_task_frees_every_rank(llama: Path) -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await ring.worker.run(int)  # what was queued before is done
+        await at_rest(ring)
 
         assert [stage.sessions for stage in ring.stages] == [0, 0]
         assert await answer(ring, order(tokens=2))
@@ -169,7 +170,7 @@ async def test_a_cut_link_is_a_typed_error_and_the_ring_forms_again(
         await ring.formed()
 
         assert await answer(ring, order()) == reference
-        await ring.worker.run(int)  # what was queued before is done
+        await at_rest(ring)
         assert [stage.sessions for stage in ring.stages] == [0, 0]
 
 
