@@ -1,16 +1,23 @@
 """Writing several messages of a link in one call to the operating system."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from meshllm.transport.contract import Gathers, Link
 
 MOST_BYTES = 64 * 1024
 """Of what is gathered: more gains nothing by another copy."""
 
 
+def together(link: Link) -> AbstractContextManager[None]:
+    """Send what is offered to a link inside the context together, if the link can do that."""
+    return link.together() if isinstance(link, Gathers) else nullcontext()
+
+
 class Gathering:
     """Writes parts to a stream one by one, or together.
 
-    A call to the operating system takes as long as some 10 KiB, and wakes the peer each time.
+    Each call to the operating system wakes the peer.
     """
 
     def __init__(self, write: Callable[[bytes], None]) -> None:

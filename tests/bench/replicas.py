@@ -9,8 +9,8 @@ the same time. One ring is compared with two replicas.
 
 With ``--processes`` each replica is a process on a core of its own, with the built-in model or,
 with ``--random``, with one of 12 random layers, about 100 MB, see `tests.bench.pinned`. The rounds
-of one replica and of two take turns; the medians are compared. The command fails if the gain is
-less than `GAIN`, or the share of hits less than `HITS`.
+of one replica and of two take turns, each after a warm-up; the medians are compared. The command
+fails if the gain is less than `GAIN`, or the share of hits less than `HITS`.
 """
 
 import asyncio

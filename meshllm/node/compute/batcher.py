@@ -167,12 +167,12 @@ class Batcher(Generic[Job]):
     def _take_turn(self) -> None:
         """Take a turn on the compute thread, unless there is one that runs what waits."""
         with self._lock:
-            is_taken = self._has_turn or not self._is_ready
-            self._has_turn = self._has_turn or not is_taken
-        if is_taken:
+            starts = not self._has_turn and self._is_ready
+            self._has_turn = self._has_turn or starts
+        if starts:
+            self._worker.start(self._turn, asyncio.get_running_loop())
+        else:
             self._worker.note_use()
-            return
-        self._worker.start(self._turn, asyncio.get_running_loop())
 
     @property
     def _is_ready(self) -> bool:

@@ -9,7 +9,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, nullcontext
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Protocol, assert_never
 
@@ -37,7 +37,6 @@ from meshllm.transport.contract import (
     MAX_MESSAGE_BYTES,
     Buffer,
     Channel,
-    Gathers,
     Guarded,
     ImmediateSender,
     Known,
@@ -46,6 +45,7 @@ from meshllm.transport.contract import (
     Located,
     checked_size,
 )
+from meshllm.transport.gathering import together
 
 MAX_SECURE_BYTES = MAX_MESSAGE_BYTES - OVERHEAD_BYTES
 """Longest message of a secure link."""
@@ -148,7 +148,7 @@ class SecureLink:
 
     def together(self) -> AbstractContextManager[None]:
         """Send what is offered inside the context together; see `contract.Gathers.together`."""
-        return self._link.together() if isinstance(self._link, Gathers) else nullcontext()
+        return together(self._link)
 
     async def receive(self) -> tuple[Channel, Buffer]:
         """Wait for the next message and open it; see `contract.Link.receive`.

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import count
 
@@ -12,6 +12,7 @@ from meshllm.errors import MeshError
 from meshllm.node.net.secure import SecureLink
 from meshllm.protocol.trust.handshake import ALL_FEATURES, Features
 from meshllm.transport import contract
+from meshllm.transport.gathering import together
 
 MAX_BUFFERED = 16  # messages buffered of an idle link; a peer sends two before it is answered
 MAX_BUFFERED_BYTES = 64 << 10  # of these messages, which are short
@@ -41,7 +42,7 @@ class IdleLink:
 
     def together(self) -> AbstractContextManager[None]:
         """See `contract.Gathers`."""
-        return self._link.together() if isinstance(self._link, contract.Gathers) else nullcontext()
+        return together(self._link)
 
     async def receive(self) -> tuple[contract.Channel, contract.Buffer]:
         """Return the next message, a buffered one first."""

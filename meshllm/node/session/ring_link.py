@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from math import inf
 from typing import NamedTuple, assert_never
 
@@ -26,6 +26,7 @@ from meshllm.protocol.session.messages import (
 from meshllm.protocol.session.stage import MAX_WAITING_BYTES
 from meshllm.protocol.trust.handshake import ALL_FEATURES, Features
 from meshllm.transport import contract
+from meshllm.transport.gathering import together
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +130,7 @@ class RingLink:
 
     def together(self) -> AbstractContextManager[None]:
         """Send what is posted inside the context together."""
-        return self._link.together() if isinstance(self._link, contract.Gathers) else nullcontext()
+        return together(self._link)
 
     async def run(self, deliver: Callable[[Delivered], None]) -> MeshError:
         """Run the link until it is lost, and return the reason; its owner closes it, see ``ended``.
