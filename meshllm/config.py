@@ -22,7 +22,7 @@ from platformdirs import user_cache_path, user_config_path, user_state_path
 from meshllm.errors import UserError
 from meshllm.local_files import hint_of, read_regular, reason_of
 from meshllm.names import Span
-from meshllm.request import MODEL_SAMPLING, RANGES, Request, Sampling
+from meshllm.request import MODEL_SAMPLING, RANGES, Sampling
 from meshllm.units import parse_address, parse_duration, parse_memory, parse_share
 
 Ends: TypeAlias = Literal["entry", "client"]
@@ -161,8 +161,8 @@ class Settings:
     """Save the lines typed in a conversation."""
     debug: bool = False
     """Show the traceback of an error."""
-    max_tokens: int = Request().max_tokens
-    """Most tokens of an answer."""
+    max_tokens: int | None = None
+    """Most tokens of an answer, which the model ends."""
     sampling: Sampling = field(default_factory=Sampling)
     unset: frozenset[str] = frozenset((*MODEL_SAMPLING, "seed"))
     """Sampling parameters that are not set: the model recommends them, and a seed is drawn."""

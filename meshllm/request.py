@@ -109,6 +109,8 @@ RANGES: dict[str, tuple[float, float]] = {
 """Least and largest value of each sampling parameter."""
 MODEL_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Parameters for which a model may recommend values, in `generation_config.json`."""
+TYPICAL_TOKENS = 512
+"""Tokens of an answer whose length nobody limits, where plans and queues need a number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +142,9 @@ class Request:
     raw: str | None = None
     """A prompt that is used verbatim, without the chat template."""
     sampling: Sampling = field(default_factory=Sampling)
-    max_tokens: int = 512
-    """Most tokens of an answer; 0 only counts those of a prompt."""
+    max_tokens: int | None = None
+    """Most tokens of an answer; 0 only counts those of a prompt. None leaves its end to the model,
+    within the context and a part of the memory for KV caches."""
     stop: tuple[str, ...] = ()
     """Stop strings: they end the answer and are not part of it."""
     given: tuple[int, ...] = ()
@@ -202,11 +205,19 @@ class Request:
     group: str | None = None
     """The ring that answers, as the hex digits of its id, none for the first of a mesh. An ingress
     names it to the entry, and ignores what others say; None leaves the choice to the entry."""
+    bound: int | None = None
+    """Most tokens of an answer without `max_tokens`, as those of a client's day end."""
 
     @property
     def computes(self) -> bool:
         """Whether a forward is needed: else the tokens of the prompt are only counted."""
-        return bool(self.max_tokens or self.embeds or self.scores_prompt)
+        return self.max_tokens != 0 or self.embeds or self.scores_prompt
+
+    @property
+    def expected_tokens(self) -> int:
+        """How many tokens its answer may have; without a limit `TYPICAL_TOKENS` more than given."""
+        typical = len(self.given) + TYPICAL_TOKENS
+        return typical if self.max_tokens is None else self.max_tokens
 
     @property
     def beyond_engines(self) -> tuple[str, str] | None:
@@ -295,7 +306,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """No ring serves the model yet; the node that was asked says so while a request waits."""
+    """A request waits: no ring serves the model yet, or an answer has no room to go on."""
 
     reason: str
     """What is waited for, for people; empty if that is there now, and the ring computes."""

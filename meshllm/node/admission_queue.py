@@ -1,7 +1,7 @@
 """Waiting for what `meshllm.protocol.kv_cache.admission` admits: one waiter for each request."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from meshllm.errors import MeshError
@@ -16,6 +16,7 @@ class AdmissionQueue:
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
         self._waiting: dict[SessionId, asyncio.Future[None]] = {}
+        self._growing: dict[SessionId, Callable[[], None]] = {}
 
     @asynccontextmanager
     async def admitted(
@@ -36,7 +37,21 @@ class AdmissionQueue:
             yield
         finally:
             self._waiting.pop(session, None)
+            self._growing.pop(session, None)
             self._let_in(self._admission.leave(session, loop_time()))
+
+    def grow(self, session: SessionId, tokens: int, grown: Callable[[], None]) -> None:
+        """Call ``grown`` once there is room for so many tokens of a session that is admitted.
+
+        See `Admission.grow`.
+        """
+        self._growing[session] = grown
+        self._let_in(self._admission.grow(session, tokens, loop_time()))
+
+    def end_of(self, session: SessionId) -> None:
+        """Note that a session computes nothing more, see `Admission.end`."""
+        self._growing.pop(session, None)
+        self._let_in(self._admission.end(session, loop_time()))
 
     @property
     def is_idle(self) -> bool:
@@ -53,6 +68,9 @@ class AdmissionQueue:
 
     def _let_in(self, sessions: list[SessionId]) -> None:
         for each in sessions:
+            if grown := self._growing.pop(each, None):
+                grown()
+                continue
             waiter = self._waiting.pop(each)
             if not waiter.done():  # else it was cancelled and leaves by itself
                 waiter.set_result(None)

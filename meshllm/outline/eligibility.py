@@ -6,6 +6,8 @@ from enum import StrEnum
 from meshllm.request import Request
 from meshllm.strict_json import WrongField
 
+MAX_OUTLINE_TOKENS = 256
+MAX_POINT_TOKENS = 1024
 MAX_POINTS = 8
 """Of an answer; each reads the prompt again."""
 MIN_TOKENS = 128  # two points of a sentence or two, and their outline
@@ -65,7 +67,7 @@ def objection(request: Request) -> WrongField | None:
         if is_set:
             text = f"`outline` cannot be combined with `{name}`"
             return WrongField("meshllm.outline", text, hint="omit one of them")
-    if request.max_tokens < MIN_TOKENS:
+    if request.max_tokens is not None and request.max_tokens < MIN_TOKENS:
         text = f"`outline` needs `max_tokens` of at least {MIN_TOKENS}, not {request.max_tokens}"
         return WrongField("meshllm.outline", text)
     if not request.turns or request.turns[-1]["role"] != "user":
@@ -80,12 +82,18 @@ def may_be_long(request: Request) -> bool:
     question = ends_of(last["content"])
     rules = ends_of("\n".join(each["content"] for each in before if each["role"] == "system"))
     return (
-        request.max_tokens >= MIN_LONG_TOKENS
+        (request.max_tokens is None or request.max_tokens >= MIN_LONG_TOKENS)
         and not _NEVER.search(question)
         and not _FACT.search(question)
         and not any(_SHORT.search(each) for each in (rules, question))
         and not any("```" in each["content"] for each in request.turns)
     )
+
+
+def most_tokens(request: Request) -> int:
+    """Return the most tokens of an answer by outline; without a limit those of all its parts."""
+    parts = MAX_OUTLINE_TOKENS + MAX_POINTS * MAX_POINT_TOKENS
+    return parts if request.max_tokens is None else request.max_tokens
 
 
 def most_reads(request: Request, mode: OutlineMode | None) -> int:

@@ -5,13 +5,16 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 from meshllm.outline.directive import Directive
-from meshllm.outline.eligibility import MAX_POINTS
+from meshllm.outline.eligibility import (
+    MAX_OUTLINE_TOKENS,
+    MAX_POINT_TOKENS,
+    MAX_POINTS,
+    most_tokens,
+)
 from meshllm.outline.join import TokenUsage
 from meshllm.outline.points import Point, declines, is_independent
 from meshllm.request import Event, Piece, Request, Turn
 
-MAX_OUTLINE_TOKENS = 256
-MAX_POINT_TOKENS = 1024
 WORTH_TOKENS = 64  # fewest of an answer that make a point worth a session
 WORDS_PER_TOKEN = 0.6  # of English, less what ends a sentence
 SEEDS = 1 << 63
@@ -31,7 +34,7 @@ class Outlining:
     @property
     def asked(self) -> Request:
         """The request of the outline; it ends behind the most points that fit."""
-        most = min(MAX_OUTLINE_TOKENS, self.request.max_tokens // 4)
+        most = min(MAX_OUTLINE_TOKENS, most_tokens(self.request) // 4)
         stop = (f"\n{self._most + 1}.",)
         return replace(self.request, turns=self._turns, max_tokens=most, stop=stop, max_reasoning=0)
 
@@ -53,7 +56,7 @@ class Outlining:
 
         What remains of the tokens is shared equally.
         """
-        left = (self.request.max_tokens - len(self.usage.written)) // len(points)
+        left = (most_tokens(self.request) - len(self.usage.written)) // len(points)
         most = min(MAX_POINT_TOKENS, left)
         words = int(most * WORDS_PER_TOKEN)
         sampling = self.request.sampling
@@ -72,7 +75,7 @@ class Outlining:
 
     @property
     def _most(self) -> int:
-        return min(MAX_POINTS, self.request.max_tokens // WORTH_TOKENS)
+        return min(MAX_POINTS, most_tokens(self.request) // WORTH_TOKENS)
 
     @property
     def _turns(self) -> tuple[Turn, ...]:

@@ -30,7 +30,8 @@ class TraceLine:
     """Tokens of the prompt taken from the prefix cache."""
     new_tokens: int
     """Generated tokens."""
-    max_tokens: int
+    max_tokens: int | None
+    """None if the request set no limit."""
     ttft_ms: float | None
     """Time from the request to the first token; None without one."""
     total_ms: float

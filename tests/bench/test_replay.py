@@ -34,7 +34,7 @@ class Slow:
         begun()
         await asyncio.sleep(1.0)
         begun()
-        return TargetAnswer(len(request.ids), 10, request.max_tokens)
+        return TargetAnswer(len(request.ids), 10, request.expected_tokens)
 
 
 def at(*times: float) -> list[TraceLine]:

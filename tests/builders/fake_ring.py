@@ -61,7 +61,7 @@ class FakeRing:
             self.cancelled += 1
             raise
         answer = answer_of("".join(words), len(words))
-        is_cut = len(words) >= request.max_tokens
+        is_cut = request.max_tokens is not None and len(words) >= request.max_tokens
         yield replace(answer, finish_reason=FinishReason.LENGTH) if is_cut else answer
 
 

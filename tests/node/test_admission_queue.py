@@ -141,3 +141,14 @@ async def test_more_room_lets_in_who_waits_for_it() -> None:
         await second
 
     assert begun == [B]
+
+
+async def test_who_asks_for_more_is_called_when_there_is_room() -> None:
+    queue, grown = AdmissionQueue(Admission(KvBudget([room(4)]), 8)), list[SessionId]()
+
+    async with queue.admitted(A, 3 * BLOCK, None):
+        async with queue.admitted(B, BLOCK, None):
+            queue.grow(A, 4 * BLOCK, lambda: grown.append(A))
+            queue.grow(B, BLOCK, lambda: grown.append(B))
+            assert grown == [B]
+        assert grown == [B, A]

@@ -1,5 +1,6 @@
 from dataclasses import replace
 
+from meshllm.outline.eligibility import MAX_OUTLINE_TOKENS, MAX_POINT_TOKENS
 from tests.builders.outlined import events_of
 from tests.builders.writer import ASKED, OUTLINE, QUESTION, Writer
 
@@ -44,3 +45,10 @@ async def test_the_points_share_the_tokens_that_the_outline_left(writer: Writer)
 
     limits = [each.max_tokens for each in writer.requests]
     assert limits == [100, 132, 132, 132]  # 400 less the four words of the outline
+
+
+async def test_each_part_of_an_answer_without_a_limit_has_one(writer: Writer) -> None:
+    await events_of(writer, replace(ASKED, max_tokens=None))
+
+    limits = [each.max_tokens for each in writer.requests]
+    assert limits == [MAX_OUTLINE_TOKENS] + 3 * [MAX_POINT_TOKENS]

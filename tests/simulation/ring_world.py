@@ -29,6 +29,7 @@ from meshllm.protocol.session.actions import (
     GenerationTask,
     Pick,
     Progress,
+    Reserve,
 )
 from meshllm.protocol.session.blob import check, seal, session_key
 from meshllm.protocol.session.codec import MAX_POSITION, MalformedMessage, decode, encode
@@ -249,7 +250,8 @@ class Simulation:
         )
         longest = min(task.max_tokens, task.context - len(prompt))
         text = reference(self.ring, prompt, longest)
-        generation = Generation(task, pace, entry(task, pace, self.prompts), base, text)
+        room = len(prompt) + draw.randint(1, most)  # for the first tokens of the answer
+        generation = Generation(task, pace, entry(task, pace, self.prompts, room), base, text)
         self.generations[task.session] = generation
         if draw.random() < self.weather.cancels:
             self.at(self.now + draw.random() * 60, self.cancel, generation)
@@ -465,6 +467,9 @@ class Simulation:
 
     # The driver of the entry.
 
+    def grown(self, one: Generation) -> None:
+        self.drive(one, one.entry.grown())
+
     def drive(self, one: Generation, actions: Sequence[actions.Action]) -> None:
         if (session := one.task.session) in self.caches[0]:
             copied = self.committed[0].setdefault(session, [])
@@ -472,6 +477,7 @@ class Simulation:
         for action in actions:
             match action:
                 case Embed():
+                    assert action.pos + len(action.tokens) <= one.entry._room, "beyond its room"
                     self.work(0, partial(self.embed, one, action))
                 case Pick():
                     self.work(0, partial(self.pick, one, action))
@@ -484,8 +490,13 @@ class Simulation:
         while (turn := self.prompts.next()) is not None:
             self.drive(self.generations[turn], self.generations[turn].entry.proceed())
 
-    def note(self, one: Generation, action: Emit | Progress | Done | Failed | Closed) -> None:
+    def note(
+        self, one: Generation, action: Emit | Reserve | Progress | Done | Failed | Closed
+    ) -> None:
         match action:
+            case Reserve():
+                wait_s = self.random.choice((0.0, self.random.random() * 30))
+                self.at(self.now + wait_s, self.grown, one)
             case Emit(token):
                 one.answer.append(token)
             case Progress(done):

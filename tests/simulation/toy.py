@@ -358,7 +358,8 @@ def reference(request: Request) -> tuple[str, tuple[int, ...]]:
     text, whole = ToyText(), ToyRunner(Span(0, LAYERS), embed=True, head=True, salt=salt)
     prompt = text.encode(request.raw or "")
     cache, history, new = whole.new_cache(), list(prompt), list(prompt)
-    while len(history) - len(prompt) < request.max_tokens and len(history) < SHAPE.context:
+    most = request.expected_tokens
+    while len(history) - len(prompt) < most and len(history) < SHAPE.context:
         logits = whole.prefill(torch.tensor([new]), cache, rows=1)[0, -1]
         token = pick(
             logits,

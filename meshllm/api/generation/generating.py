@@ -87,7 +87,7 @@ class Generating:
         """Whether the last chunk of a stream has the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def request(self, max_tokens: int) -> Asked:
+    def request(self, max_tokens: int | None) -> Asked:
         """Return the part of a request that these fields make; raise `WrongField` if invalid."""
         if not 1 <= self.choices <= MAX_CHOICES:
             raise WrongField("n", f"`n` is {self.n}, not between 1 and {MAX_CHOICES}")

@@ -144,7 +144,7 @@ class Reply:
 class EventStream(Stream[Choices]):
     """Streams the events of answers as server-sent events.
 
-    In silence it sends ``idle``, or while a request waits for a ring, a comment on what for.
+    In silence it sends ``idle``, or while a request waits, a comment on what for.
     """
 
     def __init__(

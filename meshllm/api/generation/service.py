@@ -20,7 +20,7 @@ from meshllm.merge import merge
 from meshllm.names import bits_of
 from meshllm.node.requests.held_bytes import HeldBytes, size_of
 from meshllm.outline.backend import OutlineBackend
-from meshllm.outline.eligibility import OutlineMode, most_reads
+from meshllm.outline.eligibility import OutlineMode, most_reads, most_tokens
 from meshllm.protocol.kv_cache.prefix_scope import OWNERS, SECRET_BYTES, ScopeNames
 from meshllm.protocol.membership.client_quota import ClientQuota, Reservation, estimate
 from meshllm.request import Answer, Backend, Event, Piece, Prefilled, Request
@@ -202,7 +202,9 @@ class Service:
         if key is None or outline is None or not key.limits.tokens_per_day:
             return outline
         now = time.time()
-        wanted = sum(most_reads(each, outline) * estimate(each) + each.max_tokens for each in asked)
+        wanted = sum(
+            most_reads(each, outline) * estimate(each) + most_tokens(each) for each in asked
+        )
         if wanted <= (left := self._quota.left(key.name, key.limits, now)):
             return outline
         if outline is OutlineMode.AUTO:
@@ -293,7 +295,7 @@ def _trusting(key: ApiKey | None, asked: Request) -> Request:
 def _limited(key: ApiKey | None, asked: Request) -> Request:
     """Return a request whose reasoning is within the limit of its key; its own may be lower."""
     most, own = key.limits.max_reasoning if key else None, asked.max_reasoning
-    if most is None or not (asked.turns and asked.max_tokens):  # else there is no reasoning
+    if most is None or not asked.turns or asked.max_tokens == 0:  # then there is no reasoning
         return asked
     return replace(asked, max_reasoning=most if own is None else min(own, most))
 

@@ -143,7 +143,7 @@ class Chat(Generating):
         )
         return variants(asked, self.choices)
 
-    def _limit(self) -> int:
+    def _limit(self) -> int | None:
         limits = {
             "max_tokens": self.max_tokens,
             "max_completion_tokens": self.max_completion_tokens,
@@ -154,7 +154,7 @@ class Chat(Generating):
                 raise WrongField(name, f"`{name}` is {limit}, not at least 1")
         if len(set(given.values())) > 1:
             raise WrongField("max_tokens", "`max_tokens` and `max_completion_tokens` differ")
-        return next(iter(given.values()), Asked().max_tokens)
+        return next(iter(given.values()), None)
 
 
 @dataclass(slots=True)

@@ -149,8 +149,8 @@ class Responses:
 
     def request(self, turns: tuple[Turn, ...]) -> Asked:
         """Convert to a request of the mesh that answers these turns."""
-        most = Asked().max_tokens if self.max_output_tokens is None else self.max_output_tokens
-        if most < 1:
+        most = self.max_output_tokens
+        if most is not None and most < 1:
             raise WrongField("max_output_tokens", f"`max_output_tokens` is {most}, not at least 1")
         first = [Turn(role="system", content=self.instructions)] if self.instructions else []
         sampling = Sampling(

@@ -234,7 +234,7 @@ def _load(conversation: Conversation, argument: str) -> str:
         for name, value in content["settings"].items()
         if name in _SAVED and value is not None
     }
-    unset: dict[str, Scalar] = dict.fromkeys(("system", *Settings().unset))
+    unset: dict[str, Scalar] = dict.fromkeys(("system", "max_tokens", *Settings().unset))
     conversation.settings = change(conversation.settings, unset | values)
     conversation.turns = [
         Turn(role=turn["role"], content=turn["content"]) for turn in content["turns"]

@@ -63,7 +63,7 @@ def _cut(request: Request, answer: Answer, *, may_outline: bool) -> list[str]:
     if answer.finish_reason is not FinishReason.LENGTH:
         return []
     count = answer.completion_tokens
-    is_own = count >= request.max_tokens
+    is_own = request.max_tokens is not None and count >= request.max_tokens
     if may_outline and not is_own:  # perhaps by the share of a point
         return ["the answer was cut"]
     limit = "`max_tokens`" if is_own else "the context, or what the mesh allows"

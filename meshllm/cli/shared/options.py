@@ -48,7 +48,7 @@ _VALUES = {
 }
 """What the text of a setting is, in its help."""
 _METAVAR_OF = {setting: metavar for metavar, names in _VALUES.items() for setting in names}
-_UNSET = dict.fromkeys(MODEL_SAMPLING, "the model's") | {"seed": "random"}
+_UNSET = dict.fromkeys(MODEL_SAMPLING, "the model's") | {"seed": "random", "max_tokens": "no limit"}
 _COMPLETERS = {
     "model": complete.models,
     "draft": complete.models,
@@ -189,7 +189,9 @@ def _option(key: Key) -> inspect.Parameter:
 
 def shown(chosen: Settings, name: str) -> str:
     """Return the value of a setting as text."""
-    return _UNSET[name] if name in chosen.unset else plain(current(chosen, name))
+    value = current(chosen, name)
+    is_unset = name in chosen.unset or (value is None and name in _UNSET)
+    return _UNSET[name] if is_unset else plain(value)
 
 
 def help_of(key: Key) -> str:

@@ -37,9 +37,12 @@ def call_of(request: Request) -> tuple[str, dict[str, Any]]:
         "model": request.model,
         "stream": True,
         "stream_options": {"include_usage": True},
-        "max_tokens": request.max_tokens,
         **_sampling(request),
     }
+    if request.max_tokens is not None:
+        body["max_tokens"] = request.max_tokens
+    elif not request.turns:  # the default of engines is 16 there, as OpenAI's
+        body["max_tokens"] = request.expected_tokens
     if request.stop:
         body["stop"] = list(request.stop)
     if request.logit_bias:

@@ -20,7 +20,7 @@ from meshllm.node.requests.held_bytes import HeldBytes, size_of
 from meshllm.node.requests.request_json import error_to_json, event_to_lines, request_from_json
 from meshllm.node.supervisor import contained
 from meshllm.node.timer import loop_time
-from meshllm.protocol.kv_cache.admission import MAX_SESSIONS
+from meshllm.protocol.kv_cache.admission import MAX_SESSIONS, OPEN_PER_PLACE
 from meshllm.protocol.membership.client_quota import ClientQuota, places
 from meshllm.protocol.membership.codec import (
     AnswerEvent,
@@ -41,7 +41,7 @@ CLIENT_TOKENS = 4096  # most tokens of one answer to a client
 SHORT_BYTES = 16 * 1024  # a request that is parsed in a millisecond or two
 MAX_FORWARDED = MAX_SESSIONS + 8
 """Concurrent requests that a node sends to another one; a few wait there, to follow at once."""
-MAX_PER_PEER = 2 * MAX_FORWARDED  # of one node: cancelled ones take a while to end
+MAX_PER_PEER = 2 * OPEN_PER_PLACE * MAX_FORWARDED  # of one node: cancelled ones take a while to end
 MAX_LISTS, LISTS_S = 8, 10.0  # lists of models for one peer within so many seconds
 
 logger = logging.getLogger(__name__)
@@ -176,11 +176,15 @@ class PeerRequests:
         Raises:
             MeshError: the request exceeds what is left of the day, or fails.
         """
-        request = replace(request, max_tokens=min(request.max_tokens, CLIENT_TOKENS))
+        if request.max_tokens is not None:
+            request = replace(request, max_tokens=min(request.max_tokens, CLIENT_TOKENS))
         limits = self.limits_of(client)
         reservation = self._quota.reserve(client, limits, request, time.time())
+        bound = reservation.request.bound
+        bound = CLIENT_TOKENS if bound is None else min(bound, CLIENT_TOKENS)
+        limited = replace(reservation.request, bound=bound)
         try:
-            async with aclosing(self._answer(reservation.request, client)) as events:
+            async with aclosing(self._answer(limited, client)) as events:
                 async for event in events:
                     reservation.take(event, time.time())
                     yield event

@@ -135,7 +135,7 @@ class ReplicaChoice:
             return list(entries)
         needs_ms = {
             entry: self._best(entry, request.model)
-            * max(0, request.max_tokens - len(request.given))
+            * max(0, request.expected_tokens - len(request.given))
             * (1 + self._active[entry] // MIN_SESSIONS)
             for entry in entries
         }

@@ -2,7 +2,7 @@
 
 ::
 
-    {"waiting": {"reason": ...}}                              why there is no ring yet
+    {"waiting": {"reason": ...}}                              what the request waits for
     {"prefilled": [128, 512]}                                 progress
     {"prompt": {"start": 0, "tokens": [1, 2, ...]}}           ids of the prompt, if requested
     {"resumable": {...}}                                      how to go on if the ring is lost
@@ -19,6 +19,7 @@ Unknown lines and fields, which a later version may send, are ignored; so are un
 """
 
 import json
+import math
 import re
 import struct
 from base64 import b64decode
@@ -136,7 +137,8 @@ def request_to_json(request: Request) -> bytes:
     Raises:
         UserError: too long, too many values, or not valid text.
     """
-    data = _write(lay_out(request))
+    fields = lay_out(request).items()
+    data = _write({name: value for name, value in fields if value is not None})
     _check_limits(data)
     return data
 
@@ -154,10 +156,11 @@ def request_from_json(data: bytes) -> Request:
         raise WrongField("raw", text, hint="give one of them")
     if len(request.scope) > MAX_SCOPE_CHARS:
         raise WrongField("scope", f"`scope` has more than {MAX_SCOPE_CHARS} characters")
-    for name in ("max_tokens", "deadline_ms"):
-        if (value := getattr(request, name)) < 0:
+    for name in ("max_tokens", "bound", "deadline_ms"):
+        if (value := getattr(request, name)) is not None and value < 0:
             raise WrongField(name, f"`{name}` is {value}, not at least 0")
-    if len(request.given) > request.max_tokens and not request.scores_prompt:
+    most = math.inf if request.max_tokens is None else request.max_tokens
+    if len(request.given) > most and not request.scores_prompt:
         text = f"`given` has {len(request.given)} tokens, more than `max_tokens`"
         raise WrongField("given", text)
     if request.group is not None and not _GROUP.fullmatch(request.group):

@@ -11,8 +11,9 @@ which names none. A client sends its request to any node, which is then the ingr
 for the models (`AskModels`), since it knows no records of the mesh. Only the entry serves the
 `Generate` of a node, so no request is forwarded in a circle.
 
-An ingress has at most `MAX_FORWARDED` requests at an entry or a provider. Further ones wait here:
-those of its owner first, the others in turns, as at the entry. When `MAX_WAITING` of the owner
+An ingress has at most `MAX_FORWARDED` requests at an entry or a provider, beside as many whose
+answers have become long. Further ones wait here: those of its owner first, the others in turns, as
+at the entry. When `MAX_WAITING` of the owner
 wait, the next is refused. So is one whose asker has too many `HeldBytes`, wherever its requests
 wait or run.
 
@@ -90,7 +91,7 @@ from meshllm.node.requests.replica_choice import ReplicaChoice, Tried, step_ms
 from meshllm.node.requests.request_json import REQUEST_BYTES
 from meshllm.node.requests.waits import telling_waits
 from meshllm.node.timer import loop_time
-from meshllm.protocol.kv_cache.admission import Admission, asker_of
+from meshllm.protocol.kv_cache.admission import QUANTUM, Admission, asker_of
 from meshllm.protocol.kv_cache.budget import KvBudget
 from meshllm.protocol.kv_cache.prefix_scope import SECRET_BYTES, ScopeNames
 from meshllm.protocol.membership.client_quota import estimate
@@ -316,7 +317,8 @@ class RequestRouter:
     ) -> AsyncGenerator[Event, None]:
         """Yield the events of a request from the entry, wherever it is; survive the loss of a ring.
 
-        Before them comes a `Waiting` for each reason why no ring serves the model.
+        Before them comes a `Waiting` for each reason why no ring serves the model; later there are
+        some while the answer has no room to go on.
         ``asker`` is the client that sent it; None is the owner of this node.
 
         Raises:
@@ -523,11 +525,11 @@ class RequestRouter:
                 backend = await stack.enter_async_context(self._ring.backend(None, request.model))
                 events = backend.generate(request)
             else:
-                await stack.enter_async_context(self._slot(at.node, request))
+                place = await stack.enter_async_context(self._slot(at.node, request))
                 if at.node not in self._ring.offers(request.model):  # it was lost meanwhile
                     who, what = self._ring.name_of(at.node), request.model[:100]
                     raise LinkLost(f"{who} no longer provides `{what}`")
-                events = self._remote.generate(at, request)
+                events = place.watched(self._remote.generate(at, request))
             yield await stack.enter_async_context(aclosing(events))
 
     def _with_ids(self, request: Request, asker: NodeId | None) -> Request:
@@ -580,49 +582,53 @@ class RequestRouter:
         """
         async with AsyncExitStack() as stack:
             slot = await stack.enter_async_context(AsyncExitStack())
-            entry = await self._turn(slot, request, wait_s, tried)
-            if entry.node == self._me:
+            entry, place = await self._turn(slot, request, wait_s, tried)
+            if place is None:
                 ring = self._ring.backend(asker, request.model, entry.group)
                 backend = await stack.enter_async_context(ring)
                 events = backend.generate(request)
             else:
-                events = self._remote.generate(entry, request)
+                events = place.watched(self._remote.generate(entry, request))
             yield await stack.enter_async_context(aclosing(events))
 
     async def _turn(
         self, slot: AsyncExitStack, request: Request, wait_s: float, tried: Tried
-    ) -> RingEntry:
+    ) -> "tuple[RingEntry, _Place | None]":
         """Wait for a slot at an entry; return the entry, which may answer the request then.
 
-        The request counts as one in progress there from the beginning of the wait.
+        With it the place of the request there, unless that is this node. The request counts as one
+        in progress there from the beginning of the wait.
 
         Raises:
             WrongField: no ring may.
         """
-        waited: RingEntry | None = None
+        waited, place = None, None
         entry = await self._entry(request, wait_s, tried)
         while entry != waited:
             await slot.aclose()
+            place = None
             slot.enter_context(self._replicas.asking(entry, tried))
             if entry.node != self._me:
-                await slot.enter_async_context(self._slot(entry.node, request))
+                place = await slot.enter_async_context(self._slot(entry.node, request))
             waited, entries = entry, await self._entries(request, wait_s)
             if entry not in entries or self._objection(entry, request):  # it has changed
                 entry = self._choose_entry(entries, request, tried)
             if error := self._objection(entry, request):
                 raise error
-        return entry
+        return entry, place
 
-    def _slot(self, node: NodeId, request: Request) -> AbstractAsyncContextManager[None]:
+    @asynccontextmanager
+    async def _slot(self, node: NodeId, request: Request) -> "AsyncIterator[_Place]":
         """Wait for a turn at another node, and hold it inside the context; raise `Busy`."""
         if (queue := self._queues.get(node)) is None:
             self._queues = {each: it for each, it in self._queues.items() if not it.is_idle}
             places = Admission(KvBudget([]), MAX_FORWARDED, MAX_WAITING)
             queue = self._queues[node] = AdmissionQueue(places)
         session = SessionId(os.urandom(SESSION_ID_BYTES))
-        tokens = min(estimate(request) + request.max_tokens, MAX_COUNTED)
-        asker, answer = asker_of((None, request.scope)), request.max_tokens
-        return queue.admitted(session, tokens, asker, answer=answer)
+        prompt, answer = min(estimate(request), MAX_COUNTED), request.expected_tokens
+        asker = asker_of((None, request.scope))
+        async with queue.admitted(session, prompt + answer, asker, answer=answer):
+            yield _Place(queue, session, prompt)
 
     async def _entry(self, request: Request, wait_s: float, tried: Tried) -> RingEntry:
         """Wait `RING_S` for a ring, and up to ``wait_s`` while its nodes load their layers."""
@@ -689,6 +695,28 @@ class RequestRouter:
             if pause.tried.entry is not None:
                 self._replicas.note(pause.tried.entry, pause.model, step_ms(event))
         yield event
+
+
+@dataclass(slots=True)
+class _Place:
+    """The place of a request at another node."""
+
+    queue: AdmissionQueue
+    session: SessionId
+    prompt: int
+    """Tokens, estimated."""
+
+    async def watched(self, answer: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
+        """Yield an answer, and count it; a long one leaves its place to others, see `Admission`."""
+        written, counted = 0, QUANTUM
+        async with aclosing(answer) as events:
+            async for event in events:
+                if isinstance(event, Piece):
+                    written += len(event.tokens) or event.has_text
+                if written > counted:
+                    counted += QUANTUM
+                    self.queue.grow(self.session, self.prompt + counted, lambda: None)
+                yield event
 
 
 def _lacks(offer: ModelOffer, request: Request, *, is_ring: bool = False) -> str:

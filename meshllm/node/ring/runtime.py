@@ -27,7 +27,7 @@ from meshllm.node.session.entry import EntryConfig, EntryNode
 from meshllm.node.session.ring_link import Neighbours, RingLink
 from meshllm.node.session.stage import StageNode
 from meshllm.node.timer import DeadlineTimer, loop_time
-from meshllm.protocol.kv_cache.admission import MAX_SESSIONS
+from meshllm.protocol.kv_cache.admission import MAX_OPEN_SESSIONS, MAX_SESSIONS
 from meshllm.protocol.kv_cache.budget import KvBudget
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.ring.forming import (
@@ -460,7 +460,7 @@ class RingRuntime:
             rank,
             ring,
             epoch=plan.epoch,
-            max_sessions=MAX_SESSIONS,
+            max_sessions=MAX_OPEN_SESSIONS,
             max_waiting=room.max_waiting,
             context=model.context,
             index=store.prefixes.index,

@@ -41,7 +41,7 @@ from meshllm.node.timer import DeadlineTimer, loop_time
 from meshllm.protocol.drafting.drafter import Drafting, ScopedDrafting
 from meshllm.protocol.drafting.known_text import KnownText
 from meshllm.protocol.drafting.window import MAX_STEP_ROWS, StepTimes
-from meshllm.protocol.kv_cache.admission import Admission, turn_of
+from meshllm.protocol.kv_cache.admission import QUANTUM, Admission, turn_of
 from meshllm.protocol.kv_cache.budget import KvBudget
 from meshllm.protocol.kv_cache.prefix_index import RESUME_S, PrefixHit, last_chunk_rows
 from meshllm.protocol.kv_cache.prefix_matching import MIN_SHARED, PrefixCache
@@ -57,6 +57,7 @@ from meshllm.protocol.session.actions import (
     GenerationTask,
     Pick,
     Progress,
+    Reserve,
 )
 from meshllm.protocol.session.codec import MAX_ROWS, size
 from meshllm.protocol.session.entry import Entry
@@ -73,7 +74,12 @@ from meshllm.protocol.session.pace import Pace
 from meshllm.protocol.session.speculation import Speculation, Speculator
 from meshllm.protocol.session.stage import MAX_RECOMPUTE_ROWS
 from meshllm.protocol.session.waiting import PromptQueue
-from meshllm.request import FinishReason
+from meshllm.request import FinishReason, Waiting
+
+PAUSED_S = 5.0  # s without a token, after which an answer that waits for room says so, and again
+SHARE = 4  # answers without a limit for which KV caches have room at least
+
+_ROOM = "memory or a place to go on, which others have"
 
 logger = logging.getLogger(__name__)
 
@@ -267,7 +273,7 @@ class EntryNode:
             generation = self._open(task, order, key, begin)
             try:
                 while not generation.closed.is_set() or not generation.outputs.empty():
-                    output = await generation.outputs.get()
+                    output = await _next_output(generation)
                     if isinstance(output, MeshError):
                         raise output
                     yield output
@@ -282,7 +288,7 @@ class EntryNode:
             epoch=self._config.epoch,
             ring=self._config.ring,
             prompt=order.known,
-            max_tokens=order.max_tokens - len(order.given),
+            max_tokens=self._max_tokens(order),
             given=len(order.given) if is_row_invariant else 0,
             context=self._runners.context,
             max_crop=self._config.max_crop,
@@ -292,6 +298,21 @@ class EntryNode:
             is_own=is_owners(order.prefix_scope),
             hands_over=order.hands_over,
         )
+
+    def _max_tokens(self, order: GenerationRequest) -> int:
+        """Return how many tokens may follow what is known.
+
+        More than there is room for on an empty ring counts as no limit: that is a share of it.
+        """
+        given, most = len(order.given), order.max_tokens
+        if most is not None:
+            longest = min(len(order.prompt) + most, self._runners.context)
+            if order.forced or self.budget.holds(longest):
+                return most - given
+        room = self.budget.tokens
+        most = len(order.forced) + max(QUANTUM, room // SHARE)
+        most = most if order.bound is None else min(most, order.bound)
+        return max(1, min(most - given, room - len(order.known)))
 
     def _open(
         self, task: GenerationTask, order: GenerationRequest, key: ResumeKey, begin: float
@@ -303,7 +324,8 @@ class EntryNode:
         self._prefixes.fit()
         if start.base and start.base.is_claimed:
             task = replace(task, keep_from=None)  # no other prompt may continue from it
-        machine = Entry(task, self._pace(order, start.chunk), self._prompts)
+        room = min(task.limit, len(task.prompt) + QUANTUM)
+        machine = Entry(task, self._pace(order, start.chunk), self._prompts, room)
         speculator = None
         if self._speculation:
             shared = self._speculation
@@ -407,17 +429,36 @@ class EntryNode:
                     self._close(session, tallies)
                     self._timer.fire_by(self._prefixes.index.deadline)
                 case _:
-                    self._note(generation, action)
+                    self._note(session, generation, action)
         if self._prompts.waiting:
             self._take_turns()
         self._timer.fire_by(generation.machine.deadline)
+
+    def _reserve(self, session: SessionId, generation: Generation, positions: int) -> None:
+        """Get room for so many positions; the generation goes on as far as it has room."""
+
+        def grown() -> None:
+            generation.is_paused = False
+            self._prefixes.fit()
+            self._act(session, generation.machine.grown())
+
+        generation.is_paused = True
+        self._queue.grow(session, positions, grown)
 
     def _take_turns(self) -> None:
         """Let the sessions go on for whose prompts there is room now."""
         while turn := self._prompts.next():
             self._act(turn, self._sessions[turn].machine.proceed())
 
-    def _note(self, generation: Generation, action: Emit | Progress | Done | Failed) -> None:
+    def _note(
+        self,
+        session: SessionId,
+        generation: Generation,
+        action: Emit | Reserve | Progress | Done | Failed,
+    ) -> None:
+        if isinstance(action, Reserve):
+            self._reserve(session, generation, action.positions)
+            return
         if isinstance(action, Done | Failed):
             generation.step_rows = 0
         if isinstance(action, Failed) and action.is_seen and self._is_of_other(generation):
@@ -456,6 +497,8 @@ class EntryNode:
                 measured = generation.gauge.measured(tallies, round_trip_us, reused)
                 generation.outputs.put_nowait(Ended(reason, measured))
         generation.closed.set()
+        if self._lost is None:
+            self._queue.end_of(session)
 
     def _keep(self, session: SessionId, generation: Generation) -> None:
         """Cache the prefix that every rank keeps; forget the base if a rank had lost it."""
@@ -621,6 +664,18 @@ class EntryNode:
         self._prefixes.expire(loop_time())
         for session, generation in list(self._sessions.items()):
             self._act(session, generation.machine.expire(loop_time()))
+
+
+async def _next_output(generation: Generation) -> Output | MeshError:
+    """Return the next output; while the generation waits for room, one that says so."""
+    while generation.is_paused:
+        try:
+            async with asyncio.timeout(PAUSED_S):
+                return await generation.outputs.get()
+        except TimeoutError:
+            if generation.is_paused:
+                return Waiting(_ROOM)
+    return await generation.outputs.get()
 
 
 def _within(shared: Speculation, scope: PrefixScope) -> Speculation:

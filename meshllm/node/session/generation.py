@@ -32,7 +32,7 @@ from meshllm.protocol.session.blob import SessionKey
 from meshllm.protocol.session.entry import Entry
 from meshllm.protocol.session.messages import Blob
 from meshllm.protocol.session.speculation import Speculator, Steps
-from meshllm.request import FinishReason, Prefilled, Resumable, Sampling
+from meshllm.request import FinishReason, Prefilled, Resumable, Sampling, Waiting
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Ended:
     measured: GenerationTimes
 
 
-Output = Prefilled | Resumable | Token | Ended
+Output = Waiting | Prefilled | Resumable | Token | Ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,10 @@ class GenerationRequest:
 
     prompt: tuple[int, ...]
     sampling: Sampling
-    max_tokens: int
+    max_tokens: int | None
+    """None is a part of those for which there is room, see `EntryNode`,"""
+    bound: int | None = field(default=None, kw_only=True)
+    """and no more than these."""
     given: tuple[int, ...] = field(default=(), kw_only=True)
     """Tokens of the answer that an earlier ring sampled; they are prefilled with the prompt."""
     resume: Resumable | None = field(default=None, kw_only=True)
@@ -205,6 +208,8 @@ class Generation:
         """Rows of the step in the ring that has draft tokens or a new one; 0 if there is none."""
         self.rows_beside = 0
         """Rows of such steps of other generations, when it left or came back: the fewer of both."""
+        self.is_paused = False
+        """Whether it waits for room for more tokens."""
         self.logits_request: LogitsRequest | None = None
         """Logits requested from the last rank with the last step."""
         self.scope = order.prefix_scope
@@ -450,7 +455,8 @@ class Generation:
             logger.warning("an answer goes on without drafts: %s", error)
             self._speculator = None
         guesses = steps[0] if steps else ()
-        if flying is None and not ends:
+        has_room = known + len(flying or ()) + len(guesses) <= job.room
+        if flying is None and has_room and not ends:
             self._next = Embed(job.gen, known - 1, (tokens[-1], *guesses), len(guesses))
         elif flying is not None and guesses and not ends:
             self._next = Embed(job.gen, known + len(flying), guesses, len(guesses) - 1)

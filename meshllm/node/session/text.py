@@ -1,6 +1,7 @@
 """Answers text requests with the entry of a ring: chat template, tokenizer, detokenizer."""
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -47,6 +48,7 @@ from meshllm.request import (
     Resumable,
     TokenLogprobs,
     Turn,
+    Waiting,
     Written,
 )
 from meshllm.strict_json import WrongField
@@ -93,7 +95,7 @@ class RingBackend:
         order = replace(order, asker=self.asker, grammar=grammar, begin=begin)
         finished = (
             FinishReason.LENGTH
-            if not order.max_tokens  # the prompt is only counted, or is the one token to score
+            if order.max_tokens == 0  # the prompt is only counted, or is the one token to score
             else _finished(order, transcript, self.entry.context)
         )
         written = Written()
@@ -108,7 +110,7 @@ class RingBackend:
         ) as outputs:
             async for output in outputs:
                 match output:
-                    case Prefilled() | Resumable():
+                    case Waiting() | Prefilled() | Resumable():
                         yield output
                     case Token(token):
                         tokens.append(token)
@@ -346,8 +348,9 @@ def _order(request: Request, prompt: tuple[int, ...], transcript: _Transcript) -
     return GenerationRequest(
         prompt,
         request.sampling,
-        len(forced) + request.max_tokens,
+        None if request.max_tokens is None else len(forced) + request.max_tokens,
         transcript.take_token,
+        bound=request.bound,
         given=given,
         forced=forced,
         resume=request.resume,
@@ -380,7 +383,7 @@ def _check_room(request: Request, prompt: Sequence[int], context: int) -> None:
     """Raise `UserError` for a prompt to be scored that is empty or exceeds the context."""
     if not request.scores_prompt:
         return  # the entry checks it
-    most = context - min(1, request.max_tokens)
+    most = context - (request.max_tokens != 0)
     if not 0 < len(prompt) <= most:
         raise ContextTooLong(
             f"This model's maximum context length is {context} tokens; the prompt to score has"
@@ -466,7 +469,9 @@ def _finished(
         given > len(order.forced) and transcript.is_stopped(order.given[-1])
     ):
         return FinishReason.STOP
-    is_full = given >= order.max_tokens or prompt + given >= context > prompt
+    limit = order.bound if order.max_tokens is None else order.max_tokens
+    most = math.inf if limit is None else limit
+    is_full = given >= most or prompt + given >= context > prompt
     return FinishReason.LENGTH if given and is_full else None
 
 

@@ -1,32 +1,44 @@
-"""Admission control of an entry: which generations may start, and in which order the others wait.
+"""Admission control of an entry: which generations may start or go on, and in which order.
 
 Theory of operation
 -------------------
 ::
 
-    ask --fits--> admitted --leave--> gone
-     '--else--> waiting --its turn--> admitted
+    ask --fits--> running --grow, no room--> paused --leave--> gone
+     |             ^  |                        |  ^
+     |             |  '---------leave----------|--|--> gone
+     |             '-------room or place-------'
+     '--else--> waiting --its turn--> running
                    '-----leave------> gone
 
-A generation is admitted if the queue is empty, fewer than ``most`` run, and the largest KV cache it
-may need fits on every rank along with theirs. Else it waits: in FIFO order behind those of the same
-asker, and askers take turns by deficit round robin (Shreedhar and Varghese 1995), so that each gets
-the same number of tokens, however many requests it sends. The asker None, who owns this node, comes
-before all others. These leave one of the running places to it while it asks, and `OWNER_S` longer;
-if it has not asked for longer, its next generation waits until one of theirs ends. Who has the turn
-keeps it until its generation fits: a short one does not overtake a long one, which could starve.
-Those who ask at another node, its owner, clients and keys, are one asker, whose turns they take by
-turns. So what a node says of them, which nobody can check, is at the expense of these only.
-When nothing runs, the next one is always admitted, because a generation that does not fit on an
-empty ring is rejected at once; so there is always progress.
+A generation starts if the queue is empty, fewer than ``most`` run, and the KV cache of its prompt
+and of the first `QUANTUM` tokens of its answer fits on every rank along with theirs, so that all
+can end, see `meshllm.protocol.kv_cache.budget`. When it has used most of that, it asks for more. If
+there is none, it pauses once it has used the rest: it holds its memory, and gives its place to
+another one. Those that are paused go on in the order of their requests, and before those that wait
+to start. For each running place, `OPEN_PER_PLACE` generations may have started, then only few, of
+the owner or short.
 
-An answer of more than `SHORT_ANSWER` tokens, such as one with long reasoning, is *long*. Long ones
-leave one running place, and the room of `SHORT_ROOM` tokens, to a short one. If the generation that
-has the turn is long and waits for its place or room, short ones start meanwhile: those of the asker
-who used the least credit first. While it waits for room, this is one at a time, in the room that it
-leaves, so that what others release remains for it; a long one that has no such room to leave keeps
-its turn as all others do. So a short answer waits for other short ones, never for a long one to
-end, and short ones cannot starve a long one.
+Else a generation waits: in FIFO order behind those of the same asker, and askers take turns by
+deficit round robin (Shreedhar and Varghese 1995), so that each gets the same number of tokens,
+however many requests it sends. The asker None, who owns this node, comes before all others, to
+start and to go on. These leave one of the running places to it while it asks, and `OWNER_S` longer;
+if it has not asked for longer, its next generation waits until one of theirs ends. Who has the turn
+keeps it until its generation fits, unless others have used less meanwhile: a small one does not
+overtake a large one, which could starve. Those who ask at another node, its owner, clients and
+keys, are one asker, whose turns they take by turns. So what a node says of them, which nobody can
+check, is at the expense of these only. When nothing runs, the next one is always admitted, because
+a generation that does not fit on an empty ring is rejected at once; and when only short ones run,
+one of those that are paused can always go on: so there is always progress.
+
+Nobody knows how long an answer will be, only how long it may be. One that needs room for more than
+`SHORT_ANSWER` tokens here, such as one with long reasoning, is *long* from then on: long ones leave
+one running place to others, else they pause. One that may have no more is *short*: all others leave
+the room of `SHORT_ROOM` tokens to it, if there is that much besides them, and a place. While one of
+these waits for room, short ones start: those of the asker who used the least credit first, and one
+at a time, in the room that is left, so that what others release remains for the one that waits. So
+a short answer waits for other short ones, or until another one is long, hardly ever for a long one
+to end; and none can starve a long one.
 
 The KV cache of a generation may be released before it leaves, when its prefix is kept. So `ask`
 may let in others that wait, too: like `leave`, it returns all that it lets in.
@@ -40,7 +52,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Generic, TypeAlias, TypeVar
 
 from meshllm.errors import Busy, ContextTooLong
@@ -55,10 +67,13 @@ MIN_SESSIONS = 8
 
 Between the two, the entry runs as many as make the ring faster: see `RingTimes.best_sessions`.
 """
+OPEN_PER_PLACE = 2  # sessions with KV caches for each that may run, at most: the others are paused
+MAX_OPEN_SESSIONS = OPEN_PER_PLACE * MAX_SESSIONS + 3
+"""Sessions with KV caches in a ring, at most; the last 3 are short ones or the owner's."""
 MAX_WAITING = 256
 """Length of the owner's queue; its last generation waits for 8 to 32 rounds."""
 OWNER_S = 300.0  # s; the owner reads an answer and writes what comes next
-QUANTUM = 512  # tokens of credit per turn: the default of `--max-tokens`
+QUANTUM = 512  # tokens of an answer for which there is room at a time, and of credit per turn
 SHORT_ANSWER = 2 * QUANTUM  # tokens; a longer one may run for minutes
 SHORT_ROOM = 2 * SHORT_ANSWER  # tokens that long ones leave: a short answer, and a prompt
 
@@ -87,9 +102,19 @@ def turn_of(scope: PrefixScope) -> tuple[Asker, str]:
 class _Demand:
     """What a generation asks for."""
 
-    tokens: int
-    """Prompt and answer."""
-    is_long: bool
+    prompt: int
+    most: int
+    """Tokens of prompt and answer."""
+
+    @property
+    def tokens(self) -> int:
+        """Those that it needs to start."""
+        return min(self.prompt + QUANTUM, self.most)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether its answer cannot become long."""
+        return self.most <= self.prompt + SHORT_ANSWER
 
 
 class _Turns(Generic[Key]):
@@ -118,8 +143,9 @@ class _Turns(Generic[Key]):
         return turn
 
     def spend(self, key: Key, tokens: int) -> None:
-        """Take the credit for a generation that starts."""
-        self._credit[key] -= tokens
+        """Take the credit for tokens of a generation, if its key takes turns."""
+        if key in self._order:
+            self._credit[key] -= tokens
 
     def credit(self, key: Key) -> int:
         """Return the tokens that a key has got and not spent."""
@@ -154,41 +180,60 @@ class _AskerQueue:
         firsts = {name: next(iter(each.items())) for name, each in self._waiting.items()}
         return firsts[self._turns.next({name: each.tokens for name, (_, each) in firsts.items()})]
 
-    def first_short(self, most: float) -> tuple[SessionId, _Demand] | None:
-        """Return the short generation of up to ``most`` tokens that is next; None if none is."""
+    def first_short(self) -> tuple[SessionId, _Demand] | None:
+        """Return the short generation that is next of those that need no more than their room."""
         found = dict[str, tuple[SessionId, _Demand]]()
         for name, sessions in self._waiting.items():
             for session, demand in sessions.items():
-                if not demand.is_long and demand.tokens <= most:
+                if demand.is_short and demand.most <= SHORT_ROOM:
                     found[name] = session, demand
                     break
         return found[max(found, key=self._turns.credit)] if found else None
 
     @property
     def longest(self) -> int:
-        """The most tokens that one of them asks for."""
+        """The most tokens that one of them may take."""
         demands = (each for sessions in self._waiting.values() for each in sessions.values())
-        return max((each.tokens for each in demands), default=0)
+        return max((each.most for each in demands), default=0)
 
-    def remove(self, session: SessionId, *, spent: int = 0) -> None:
-        """Remove a generation that starts, for which credit was spent, or leaves."""
+    def spend(self, name: str, tokens: int) -> None:
+        """Take the credit for tokens of a generation that has started."""
+        self._turns.spend(name, tokens)
+
+    def remove(self, session: SessionId, *, spent: int = 0) -> str:
+        """Remove a generation that starts, for credit, or leaves; return the name for which."""
         name = next(name for name, sessions in self._waiting.items() if session in sessions)
         self._turns.spend(name, spent)
         del self._waiting[name][session]
         if not self._waiting[name]:
             del self._waiting[name]
             self._turns.leave(name)
+        return name
+
+
+@dataclass(frozen=True, slots=True)
+class _Admitted:
+    """A generation that has started."""
+
+    asker: Asker
+    name: str
+    demand: _Demand
 
 
 class Admission:
-    """The running and waiting generations of one entry."""
+    """The running, paused and waiting generations of one entry."""
 
     def __init__(self, budget: KvBudget, most: int, waiting: int = MAX_WAITING) -> None:
         self._budget = budget
         self._most = most
         self._most_waiting = waiting
-        self._admitted: dict[SessionId, Asker] = {}
+        self._admitted: dict[SessionId, _Admitted] = {}
+        self._paused: dict[SessionId, int] = {}
+        """The tokens that each needs to go on, in the order in which they asked."""
+        self._room: dict[SessionId, int] = {}
+        """The tokens for which each admitted one has room."""
         self._long = set[SessionId]()  # of the admitted ones
+        self._ended = set[SessionId]()  # and those that have yet to leave
         self._owner_at = -math.inf  # when the owner last asked or left
         self._waiting: dict[Asker, _AskerQueue] = {}
         self._turns = _Turns[Asker]()
@@ -203,11 +248,11 @@ class Admission:
         *,
         answer: int = 0,
     ) -> list[SessionId]:
-        """Request admission of up to ``tokens`` tokens; return those that may start now.
+        """Request admission of up to ``tokens`` tokens; return those that may start or go on now.
 
         ``asker`` is who sent the request; None is the owner of this node. ``name`` tells apart
         those for whom it asks, if there are several. ``answer`` are those of the tokens that may be
-        generated.
+        generated: there is room for the first `QUANTUM` of them when it starts, see `grow`.
 
         Raises:
             ContextTooLong: they would not fit on an empty ring.
@@ -222,27 +267,47 @@ class Admission:
                 f" {waiting} are waiting",
                 hint="retry later",
             )
-        demand = _Demand(tokens, answer > SHORT_ANSWER)
+        demand = _Demand(tokens - answer, tokens)
         self._waiting.setdefault(asker, _AskerQueue()).add(session, demand, name)
         self._turns.enter(asker)
         if asker is None:
             self._owner_at = now
         return self._admit(now)
 
+    def grow(self, session: SessionId, tokens: int, now: float) -> list[SessionId]:
+        """Request room for so many tokens of a generation; return those that may go on now.
+
+        Until it is one of these, it is paused: it must not reach what it has no room for.
+        """
+        if session in self._admitted and session not in self._ended:
+            self._paused[session] = tokens
+        return self._admit(now)
+
     def leave(self, session: SessionId, now: float) -> list[SessionId]:
-        """Remove a running or waiting generation; return those that may start now."""
+        """Remove a generation; return those that may start or go on now."""
         for asker, queue in self._waiting.items():
             if session in queue:
                 self._forget(asker, session)
                 break
-        if session in self._admitted and self._admitted.pop(session) is None:
+        left = self._admitted.pop(session, None)
+        if left and left.asker is None:
             self._owner_at = now
+        self._paused.pop(session, None)
+        self._room.pop(session, None)
         self._long.discard(session)
+        self._ended.discard(session)
         self._budget.release(session)
         return self._admit(now)
 
+    def end(self, session: SessionId, now: float) -> list[SessionId]:
+        """Note that a generation computes nothing more, until it leaves; return as `leave` does."""
+        if session in self._admitted:
+            self._paused.pop(session, None)
+            self._ended.add(session)
+        return self._admit(now)
+
     def resize(self, totals: Sequence[int], now: float) -> list[SessionId] | None:
-        """Work with so many bytes on each rank from now on; return those that may start now.
+        """Work with so many bytes on each rank from now on; return those that may go on now.
 
         None if what runs and waits does not fit, and nothing changes: those that wait fit on an
         empty ring, as `ask` promises.
@@ -255,68 +320,117 @@ class Admission:
         return not self._admitted and not self._waiting and now >= self._owner_at + OWNER_S
 
     def _admit(self, now: float) -> list[SessionId]:
-        begun = []
         is_left = now < self._owner_at + OWNER_S  # one place, to the owner
         others = max(1, self._most - is_left)
-        while self._waiting and len(self._admitted) < self._most:
-            asker, are_full = self._turn(), self._others >= others
-            if asker is not None and are_full:
+        begun, blocked = self._go_on(others)
+        while self._waiting and self._has_place(None, others):
+            asker = self._turn()
+            if not self._has_place(asker, others):
                 break
             session, demand = self._waiting[asker].first()
-            waits_for_place = demand.is_long and not self._has_long_place(asker, others)
-            if waits_for_place or not self._starts(session, demand):
-                ahead = self._waiting if demand.is_long and not are_full else ()
-                found = self._overtaking(demand, ahead, waits_for_place=waits_for_place)
+            before = (each for each in blocked if asker is not None or each.asker is None)
+            ahead = next((each.demand for each in before), None)
+            if ahead or not self._starts(session, demand, asker):
+                found = self._overtaking(ahead or demand, others)
                 if found is None:
                     break
                 asker, session, demand = found
             self._turns.spend(asker, demand.tokens)
-            self._forget(asker, session, spent=demand.tokens)
-            self._admitted[session] = asker
+            name = self._forget(asker, session, spent=demand.tokens)
+            self._admitted[session] = _Admitted(asker, name, demand)
+            self._room[session] = demand.tokens
             begun.append(session)
         return begun
 
-    def _has_long_place(self, asker: Asker, others: int) -> bool:
-        """Return whether a long one leaves a place, also of the ``others`` of the owner."""
-        if len(self._long) >= max(1, self._most - 1):
-            return False
-        theirs = sum(self._admitted[each] is not None for each in self._long)
-        return asker is None or theirs < max(1, others - 1)
+    def _go_on(self, others: int) -> tuple[list[SessionId], list[_Admitted]]:
+        """Let paused generations go on; return them, and those that have a place and no room."""
+        begun, blocked = list[SessionId](), list[SessionId]()
+        for session in sorted(
+            self._paused, key=lambda each: self._admitted[each].asker is not None
+        ):
+            found, tokens = self._admitted[session], self._paused[session]
+            if not self._has_place(found.asker, others, is_long=self._is_long(session)):
+                continue
+            is_fit = self._leaves_room(session, found.demand, tokens)
+            if is_fit and self._budget.reserve(session, tokens):
+                begun.append(self._resume(session))
+            else:
+                blocked.append(session)
+        if not begun and all(map(self._is_passing, self._admitted)):  # then one may take all room
+            fits = filter(lambda each: self._budget.reserve(each, self._paused[each]), blocked)
+            begun += map(self._resume, islice(fits, 1))
+            blocked = [each for each in blocked if each not in begun]
+        return begun, [self._admitted[each] for each in blocked]
 
-    def _starts(self, session: SessionId, demand: _Demand) -> bool:
-        """Reserve the room that a generation needs, if it may have it."""
-        leaves_room = (
-            not demand.is_long
-            or not self._can_leave(demand)
-            or self._budget.fits_beside(demand.tokens, SHORT_ROOM, self._long)
-        )
-        is_fit = leaves_room and self._budget.reserve(session, demand.tokens)
-        if is_fit and demand.is_long:
+    def _is_passing(self, session: SessionId) -> bool:
+        """Whether one that is paused need not wait for a generation: it is so too, or ends soon."""
+        is_over = session in self._paused or session in self._ended
+        return is_over or self._admitted[session].demand.is_short
+
+    def _is_long(self, session: SessionId) -> bool:
+        """Whether the answer of a generation that needs more room is long."""
+        found = self._admitted[session]
+        return self._room[session] >= found.demand.prompt + SHORT_ANSWER
+
+    def _resume(self, session: SessionId) -> SessionId:
+        found = self._admitted[session]
+        if self._is_long(session):
             self._long.add(session)
-        return is_fit
+        self._room[session] = self._paused.pop(session)
+        self._turns.spend(found.asker, QUANTUM)
+        if queue := self._waiting.get(found.asker):
+            queue.spend(found.name, QUANTUM)
+        return session
+
+    def _has_place(self, asker: Asker, others: int, *, is_long: bool = False) -> bool:
+        """Return whether there is a running place, of which others than the owner have fewer.
+
+        Long ones leave one of them, and one of those of others.
+        """
+        running = [each for each in self._admitted if each not in self._paused]
+        long = [each for each in running if each in self._long]
+        return self._has_less(running, asker, self._most, others) and (
+            not is_long or self._has_less(long, asker, self._most - 1, others - 1)
+        )
+
+    def _has_less(
+        self, sessions: Collection[SessionId], asker: Asker, most: int, others: int
+    ) -> bool:
+        theirs = sum(self._admitted[each].asker is not None for each in sessions)
+        return len(sessions) < max(1, most) and (asker is None or theirs < max(1, others))
+
+    def _starts(self, session: SessionId, demand: _Demand, asker: Asker) -> bool:
+        """Reserve the room that a generation needs to start, if it may have it."""
+        most = OPEN_PER_PLACE * self._most + (asker is None) + 2 * demand.is_short
+        return (
+            len(self._admitted) < most
+            and self._leaves_room(session, demand, demand.tokens)
+            and self._budget.reserve(session, demand.tokens, demand.most)
+        )
+
+    def _leaves_room(self, session: SessionId, demand: _Demand, tokens: int) -> bool:
+        """Return whether one that is not short leaves room for one that is, if it can."""
+        if demand.is_short or not self._can_leave(demand):
+            return True
+        others = (each for each, it in self._admitted.items() if not it.demand.is_short)
+        return self._budget.fits_beside(tokens, SHORT_ROOM, set(others) - {session})
 
     def _can_leave(self, demand: _Demand) -> bool:
-        """Return whether there is room for a short generation besides a long one."""
-        return self._budget.fits_beside(demand.tokens, SHORT_ROOM, ())
+        return self._budget.fits_beside(demand.most, SHORT_ROOM, ())
 
-    def _overtaking(
-        self, first: _Demand, askers: Collection[Asker], *, waits_for_place: bool
-    ) -> tuple[Asker, SessionId, _Demand] | None:
-        """Start a short generation while a long one waits whose turn it is; return it."""
-        has_short = len(self._long) < len(self._admitted)
-        if not waits_for_place and (has_short or not self._can_leave(first)):
+    def _overtaking(self, blocked: _Demand, others: int) -> tuple[Asker, SessionId, _Demand] | None:
+        """Start a short generation while one that is not waits for room; return it."""
+        running = self._admitted.keys() - self._paused.keys() - self._ended
+        has_short = any(self._admitted[each].demand.is_short for each in running)
+        if blocked.is_short or has_short or not self._can_leave(blocked):
             return None
-        most = math.inf if waits_for_place else SHORT_ROOM
-        for asker in sorted(askers, key=lambda each: (each is not None, -self._turns.credit(each))):
-            found = self._waiting[asker].first_short(most)
-            if found and self._starts(*found):
+        for asker in sorted(
+            self._waiting, key=lambda each: (each is not None, -self._turns.credit(each))
+        ):
+            found = self._waiting[asker].first_short()
+            if found and self._has_place(asker, others) and self._starts(*found, asker):
                 return asker, *found
         return None
-
-    @property
-    def _others(self) -> int:
-        """How many generations of others than the owner run."""
-        return sum(asker is not None for asker in self._admitted.values())
 
     def _is_full(self, asker: Asker) -> bool:
         own, all_of_them = len(self._waiting.get(asker, ())), sum(map(len, self._waiting.values()))
@@ -332,18 +446,20 @@ class Admission:
         firsts = {asker: queue.first()[1].tokens for asker, queue in self._waiting.items()}
         return self._turns.next(firsts)
 
-    def _forget(self, asker: Asker, session: SessionId, *, spent: int = 0) -> None:
-        self._waiting[asker].remove(session, spent=spent)
+    def _forget(self, asker: Asker, session: SessionId, *, spent: int = 0) -> str:
+        """Remove a waiting generation; return the name for which it was asked."""
+        name = self._waiting[asker].remove(session, spent=spent)
         if not self._waiting[asker]:
             del self._waiting[asker]
             self._turns.leave(asker)
+        return name
 
     def _too_long(self, tokens: int) -> ContextTooLong:
         room = max(self._budget.rooms, key=lambda each: each.cost(tokens).held - each.total)
         cost = room.cost(tokens)
         return ContextTooLong(
             f"This model's maximum context length is {self._budget.tokens} tokens, for which the KV"
-            f" caches have room; prompt and answer may take {tokens}: one node would need"
+            f" caches have room; prompt and answer take at least {tokens}: one node would need"
             f" {cost.held + cost.growth} bytes and has {max(0, room.total)}",
-            hint="use a shorter prompt, a smaller `--max-tokens`, more memory or more nodes",
+            hint="use a shorter prompt, more memory or more nodes",
         )

@@ -8,11 +8,16 @@ against exactly that number, so what is planned is what is admitted. A stage cou
 The entry computes the room of every rank from the same signed offers and reserves in all of them at
 once, so the tightest rank decides and a stage need not reject what an entry of ours sends.
 
-A running session *reserves*. The entry reserves all positions that a session may reach, prompt and
-answer, before it starts. A stage cannot know that number, as no message carries it, and reserves
-what each message of rows needs just before they are computed. `Room.cost` converts tokens to bytes:
-what the cache allocates, not what a token needs. Growing copies the keys and values one layer at a
-time, so the largest such copy is counted once on top of all sessions.
+A running session *reserves*: at the entry its prompt and the first part of its answer before it
+starts, and more whenever it has used most of that. So many sessions share a room in which few of
+the answers that clients allow would fit. What a session may still need is known, too: the entry
+reserves only what leaves all sessions able to end, one after the other if need be, each with the
+memory of those that ended before it (the banker's algorithm, Dijkstra 1965). So no session has to
+be evicted, and one that waits for room gets it. A stage cannot know how long an answer may be, as
+no message carries it, and reserves what each message of rows needs just before they are computed.
+`Room.cost` converts tokens to bytes: what the cache allocates, not what a token needs. Growing
+copies the keys and values one layer at a time, so the largest such copy is counted once on top of
+all sessions.
 
 A finished session may be *kept* for prompts with the same prefix. Kept sessions never block a
 running one: `fits` ignores them, and `meshllm.protocol.kv_cache.prefix_index` evicts the least
@@ -22,8 +27,9 @@ Layers that the next plan may need are loaded in bytes that nothing uses: the bu
 and takes them back as soon as a session, running or kept, needs them. If that plan follows at once,
 the loan is urgent, and kept sessions make room for it instead.
 
-Invariant: the reservations alone always fit in every room. Together with the kept sessions they fit
-again once the prefix index has evicted, which happens before the new rows are computed.
+Invariant: the reservations alone always fit in every room, and all sessions can end. Together with
+the kept sessions they fit again once the prefix index has evicted, which happens before the new
+rows are computed.
 """
 
 from bisect import bisect_left
@@ -66,13 +72,20 @@ class _Charge:
     """By rank."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Reservation:
+    now: _Charge
+    most: _Charge
+    """What it may grow to."""
+
+
 class KvBudget:
     """The rooms of one or more ranks, and the sessions in them."""
 
     def __init__(self, rooms: Sequence[Room]) -> None:
         self.rooms = rooms
         """By rank, beginning with this one."""
-        self._reserved: dict[SessionId, _Charge] = {}
+        self._reserved: dict[SessionId, _Reservation] = {}
         self._kept: dict[SessionId, _Charge] = {}
         self._lent = 0  # bytes of this rank
         self._is_urgent = False  # what is lent
@@ -83,23 +96,26 @@ class KvBudget:
         return self._is_within([self._charge(tokens)])
 
     def fits(self, tokens: int, session: SessionId | None = None) -> bool:
-        """Return whether a session fits together with the other running ones."""
-        others = (charge for each, charge in self._reserved.items() if each != session)
-        return self._is_within([self._charge(tokens), *others])
+        """Return whether a session of so many tokens fits together with the other running ones."""
+        return self._can_end(self._with(session, tokens))
 
     def fits_beside(self, tokens: int, spare: int, sessions: Collection[SessionId]) -> bool:
         """Return whether a session and another of ``spare`` tokens fit with those running ones."""
         charges = [self._charge(tokens), self._charge(spare)]
-        running = (self._reserved[each] for each in sessions if each in self._reserved)
+        running = (self._reserved[each].now for each in sessions if each in self._reserved)
         return self._is_within([*charges, *running])
 
-    def reserve(self, session: SessionId, tokens: int) -> bool:
-        """Reserve ``tokens`` tokens if they fit; if not, the session keeps its old reservation."""
+    def reserve(self, session: SessionId, tokens: int, most: int = 0) -> bool:
+        """Reserve ``tokens`` tokens if they fit; if not, the session keeps its old reservation.
+
+        It may ask for up to ``most`` later, and never for fewer than it was allowed to before.
+        """
         if tokens <= self.reserved(session):
             return True
-        is_fit = self.fits(tokens, session)
+        wanted = self._with(session, tokens, most)
+        is_fit = self._can_end(wanted)
         if is_fit:
-            self._reserved[session] = self._charge(tokens)
+            self._reserved[session] = wanted[0]
             self._reclaim_loan()
         return is_fit
 
@@ -112,7 +128,7 @@ class KvBudget:
         before = self.rooms
         pairs = zip(before, totals, strict=True)
         self.rooms = [replace(room, total=total) for room, total in pairs]
-        if not (self._is_within(self._reserved.values()) and self.holds(longest)):
+        if not (self._can_end(self._reserved.values()) and self.holds(longest)):
             self.rooms = before
             return False
         self._reclaim_loan()
@@ -121,7 +137,7 @@ class KvBudget:
     def has_room(self, size: int, *, without_kept: bool = False) -> bool:
         """Return whether so many bytes of this rank are free, or are if no session is kept."""
         kept = () if without_kept else self._kept.values()
-        return self._is_within(self._reserved.values(), kept, size)
+        return self._is_within([each.now for each in self._reserved.values()], kept, size)
 
     def lend(self, size: int, take_back: Callable[[], None], *, is_urgent: bool = False) -> bool:
         """Lend bytes of this rank, if they are free, until ``take_back`` is called.
@@ -140,8 +156,8 @@ class KvBudget:
 
     def reserved(self, session: SessionId) -> int:
         """Return the tokens that a session has reserved."""
-        charge = self._reserved.get(session)
-        return charge.tokens if charge else 0
+        found = self._reserved.get(session)
+        return found.now.tokens if found else 0
 
     def release(self, session: SessionId) -> None:
         """Release the reservation of a session."""
@@ -173,7 +189,7 @@ class KvBudget:
     @property
     def live_bytes(self) -> int:
         """Bytes that running sessions have reserved on this rank."""
-        return sum(charge.costs[0].held for charge in self._reserved.values())
+        return sum(each.now.costs[0].held for each in self._reserved.values())
 
     @property
     def kept_bytes(self) -> int:
@@ -187,6 +203,40 @@ class KvBudget:
     def _charge(self, tokens: int) -> _Charge:
         whole = -(-tokens // BLOCK) * BLOCK
         return _Charge(whole, [room.cost(whole) for room in self.rooms])
+
+    def _with(self, session: SessionId | None, tokens: int, most: int = 0) -> list[_Reservation]:
+        """Return the reservation of a session with so many tokens, and those of the others."""
+        before = self._reserved.get(session) if session else None
+        limit = max(tokens, most, before.most.tokens if before else 0)
+        own = _Reservation(self._charge(tokens), self._charge(limit))
+        return [own, *(each for key, each in self._reserved.items() if key != session)]
+
+    def _can_end(self, sessions: Collection[_Reservation]) -> bool:
+        """Return whether each session can grow to its most, once those that could have ended."""
+        left = list(sessions)
+        while left:
+            ranks = [
+                (
+                    sum(each.now.costs[rank].held for each in left),
+                    max(each.now.costs[rank].growth for each in left),
+                    room.total,
+                )
+                for rank, room in enumerate(self.rooms)
+            ]
+            waiting = [
+                one
+                for one in left
+                if any(
+                    held - now.held + most.held + max(growth, most.growth) > total
+                    for (held, growth, total), now, most in zip(
+                        ranks, one.now.costs, one.most.costs, strict=True
+                    )
+                )
+            ]
+            if len(waiting) == len(left):
+                return False
+            left = waiting
+        return True
 
     def _reclaim_loan(self) -> None:
         if self._lent and not self.has_room(self._lent, without_kept=self._is_urgent):

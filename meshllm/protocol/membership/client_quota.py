@@ -6,9 +6,10 @@ keys are also stored: `ClientQuota.learn` counts what was stored before, or by a
 Theory of operation
 -------------------
 A request reserves the estimated tokens of its prompt and all of its answer, which is limited to
-what is left. So requests at the same time share what is left, in the order in which they begin.
-When the ring reports the length of the prompt, or pieces exceed the reservation, it grows; once
-nothing is left, the request ends. When it ends, it pays for what was computed, and no more.
+what is left; one without a limit reserves those of a typical answer. So requests at the same time
+share what is left, in the order in which they begin. When the ring reports the length of the
+prompt, or pieces exceed the reservation, it grows; once nothing is left, the request ends. When it
+ends, it pays for what was computed, and no more.
 
 The answer of an earlier ring that a request continues was counted by whom it was asked. Its tokens
 do not have to fit into what is left, so that no answer is cut, but they count as read.
@@ -105,9 +106,9 @@ class ClientQuota:
         Raises:
             QuotaUsed: nothing is left for an answer.
         """
-        left, given = self.left(client, limits, wall_s), request.given
+        left, given = self.left(client, limits, wall_s), len(request.given)
         prompt = reads * estimate(request)
-        wanted = max(0, request.max_tokens - len(given))
+        wanted = max(0, request.expected_tokens - given)
         room = left - prompt
         if room < (least := min(1, wanted)):
             text = (
@@ -115,8 +116,12 @@ class ClientQuota:
                 " (UTC) are left"
             )
             raise self.refusal(text, client, limits, prompt + least, wall_s)
-        limited = replace(request, max_tokens=min(request.max_tokens, len(given) + room))
-        tokens = prompt + len(given) + min(wanted, room)
+        limited = request
+        if request.max_tokens is not None:
+            limited = replace(request, max_tokens=min(request.max_tokens, given + room))
+        elif limits.tokens_per_day:
+            limited = replace(request, bound=given + room)
+        tokens = prompt + given + min(wanted, room)
         return Reservation(self, client, limits, limited, tokens)
 
     def learn(self, client: Client, tokens: int, wall_s: float) -> None:

@@ -101,6 +101,8 @@ class Pick:
     """Draft tokens in flight after those."""
     max_drafts: int = MAX_POSITION
     """Most draft tokens in flight at a time."""
+    room: int = MAX_POSITION
+    """First position for which the caches have no room yet: nothing is computed there."""
 
     def right(self, tokens: Sequence[int]) -> int:
         """Count the guesses that equal the sampled ``tokens``, up to the first that does not."""
@@ -121,6 +123,13 @@ class Emit:
     """A token of the answer, which is final."""
 
     token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Get room for so many positions of the session; then call ``grown``."""
+
+    positions: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,5 +167,5 @@ class Closed:
     """Of rank 1, 2, and so on; empty if Close did not come back."""
 
 
-Action = Embed | Pick | Emit | Forward | Progress | Done | Failed | Closed
+Action = Embed | Pick | Emit | Reserve | Forward | Progress | Done | Failed | Closed
 """What an entry wants its driver to do."""

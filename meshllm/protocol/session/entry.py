@@ -53,6 +53,10 @@ ones are silently dropped. When a rank reports a Gap, or nothing came back for `
 that some rank may lack: crop on write makes that safe at any time. A Cancel runs ahead so that
 stale chunks are not computed. Tokens once emitted never change (I5).
 
+The caches have *room* for the prompt and the first part of the answer. When little of it is left,
+the entry requests more, and goes on meanwhile: so it waits only if there is none, and then at the
+last position that has room, with nothing in flight for long.
+
 The driver runs one job at a time for a session, `Embed` or `Pick`, and answers it; results wait
 meanwhile. While it reports the tokens of a Pick, it may already embed what follows: the next Embed
 asks for it, unless the answer ends or a race below intervenes. So an Embed has priority after a
@@ -71,7 +75,8 @@ from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 
 from meshllm.names import Span
-from meshllm.protocol.drafting.window import MAX_STEP_ROWS
+from meshllm.protocol.drafting.window import MAX_DEPTH, MAX_STEP_ROWS
+from meshllm.protocol.kv_cache.admission import QUANTUM
 from meshllm.protocol.kv_cache.prefix_index import Chunk, PrefixHit, add_chunk, crop_chunks
 from meshllm.protocol.session.actions import (
     Action,
@@ -83,6 +88,7 @@ from meshllm.protocol.session.actions import (
     GenerationTask,
     Pick,
     Progress,
+    Reserve,
 )
 from meshllm.protocol.session.codec import MAX_POSITION
 from meshllm.protocol.session.messages import (
@@ -105,6 +111,8 @@ from meshllm.protocol.session.stage import MAX_PENDING
 from meshllm.protocol.session.waiting import PromptQueue
 from meshllm.request import FinishReason
 
+NEAR = MAX_DEPTH * MAX_STEP_ROWS  # positions of room left, from which more is requested
+
 
 class EntryState(Enum):
     """State of a generation."""
@@ -119,16 +127,25 @@ class EntryState(Enum):
 class Entry:
     """One generation; times are seconds on the driver's clock."""
 
-    def __init__(self, task: GenerationTask, pace: Pace, queue: PromptQueue | None = None) -> None:
+    def __init__(
+        self,
+        task: GenerationTask,
+        pace: Pace,
+        queue: PromptQueue | None = None,
+        room: int = MAX_POSITION,
+    ) -> None:
         """Prepare a task; raise `UserError` if its limit is invalid.
 
-        The ``queue`` is that of all sessions of a ring; None if nothing limits what they send.
+        The ``queue`` is that of all sessions of a ring; None if nothing limits what they send. The
+        caches have ``room`` for so many positions, which are more than the prompt has.
         """
         self.state = EntryState.IDLE
         self._task = task
         self._pace = pace
         self._queue = queue or PromptQueue()
         self._limit = task.limit
+        self._room = room
+        self._requested = 0  # positions for which there is no room yet
         self._tokens = list(task.prompt)
         self._gen = 0
         self._done = 0  # positions that came back in this gen or are known to be on every rank
@@ -288,7 +305,13 @@ class Entry:
                 emitted += self._keep_flight(job.flying(tokens))
         if stop or is_full:
             return [*emitted, *self.finish(FinishReason.STOP if stop else FinishReason.LENGTH, now)]
+        emitted += self._request_room()
         return [*emitted, *(self._start_embed() or self._start_pick())]
+
+    def grown(self) -> list[Action]:
+        """Go on with the room that was requested."""
+        self._room, self._requested = max(self._room, self._requested), 0
+        return self._next_job() if self._is_live else []
 
     def missed(self, now: float) -> list[Action]:
         """Restart at 0: the local cache cannot be cropped to where the Embed starts."""
@@ -351,7 +374,9 @@ class Entry:
         guesses, ahead = self._ahead[: end - known], self._ahead[end - known :]
         blob, max_crop = self._back.pop(end), self._task.max_crop
         max_drafts = MAX_POSITION if max_crop is None else max(0, max_crop - 1)
-        self._job = Pick(self._gen, known, blob, guesses, self._limit, ahead, max_drafts)
+        self._job = Pick(
+            self._gen, known, blob, guesses, self._limit, ahead, max_drafts, self._room
+        )
         return [*self._progress(known), self._job]
 
     def _start_embed(self) -> list[Action]:
@@ -363,7 +388,9 @@ class Entry:
         guesses = self._steps[0] if is_step and self._steps else ()
         tokens = (*self._tokens[pos : pos + self._rows_from(pos)], *guesses)
         is_short = is_step or pos in self.given_steps
-        if self._job or not tokens or len(self._flight) >= self._room(is_step=is_short):
+        if self._job or not tokens or len(self._flight) >= self._window(is_step=is_short):
+            return []
+        if pos + len(tokens) > self._room:
             return []
         if not is_step and not self._queue.take(self._task.session, len(tokens)):
             return []
@@ -378,10 +405,18 @@ class Entry:
         self._job = Embed(self._gen, pos, tokens, guessed, is_step)
         return [self._job]
 
+    def _request_room(self) -> list[Action]:
+        """Request more room if little is left."""
+        most = min(self._limit, self._room + QUANTUM)
+        if self._requested or most <= self._room or self._room - len(self._tokens) >= NEAR:
+            return []
+        self._requested = most
+        return [Reserve(most)]
+
     def _start_recompute(self, pos: int) -> list[Action]:
         """Start the next Embed for the lost layers: the same chunk as before, or some steps."""
         chunk = next(each for each in self._chunks if each.stop > pos)
-        if self._job or self._is_asking or len(self._flight) >= self._room(is_step=chunk.is_step):
+        if self._job or self._is_asking or len(self._flight) >= self._window(is_step=chunk.is_step):
             return []
         most = pos + self._task.recompute_rows if chunk.is_step else self._recompute
         stop = min(chunk.stop, most)
@@ -404,7 +439,7 @@ class Entry:
             start = chunk.stop
         return start
 
-    def _room(self, *, is_step: bool) -> int:
+    def _window(self, *, is_step: bool) -> int:
         """Return how many chunks may be in flight; steps have few rows, so more of them may."""
         return MAX_PENDING if is_step else self._pace.window
 

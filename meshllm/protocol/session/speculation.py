@@ -83,7 +83,8 @@ class Speculator:
         had ``beside`` rows in the ring with this job. ``prepared`` counts the warm-up steps so far,
         which took longer than later ones will.
         """
-        room = 0 if ends else job.limit - job.pos - len(tokens) - 1
+        most = min(job.limit - 1, job.room) - job.pos - len(tokens)
+        room = 0 if ends else max(0, most)
         limits = _Limits(job.flying(tokens), room, job.max_drafts, depth, sessions)
         self._asked_at, self._modelled = now, None
         if self._since is None:

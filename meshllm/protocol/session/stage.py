@@ -61,7 +61,7 @@ from typing import assert_never
 
 from meshllm.names import SessionId, Span
 from meshllm.protocol.drafting.window import MAX_STEP_ROWS
-from meshllm.protocol.kv_cache.admission import MAX_SESSIONS
+from meshllm.protocol.kv_cache.admission import MAX_OPEN_SESSIONS
 from meshllm.protocol.kv_cache.budget import KvBudget
 from meshllm.protocol.kv_cache.prefix_index import PrefixIndex
 from meshllm.protocol.session.codec import MAX_POSITION, size
@@ -216,7 +216,7 @@ class Stage:
         ring: int,
         *,
         epoch: int,
-        max_sessions: int = MAX_SESSIONS,
+        max_sessions: int = MAX_OPEN_SESSIONS,
         max_waiting: int = MAX_WAITING_BYTES,
         idle_s: float = IDLE_S,
         context: int = MAX_POSITION,

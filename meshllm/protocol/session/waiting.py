@@ -26,13 +26,13 @@ from typing import Protocol
 
 from meshllm.names import SessionId
 from meshllm.protocol.drafting.window import MAX_STEP_ROWS
-from meshllm.protocol.kv_cache.admission import MAX_SESSIONS
+from meshllm.protocol.kv_cache.admission import MAX_OPEN_SESSIONS
 from meshllm.protocol.session.codec import MAX_POSITION, MAX_ROWS
 from meshllm.protocol.session.stage import MAX_PENDING, MAX_WAITING_BYTES
 
 _CHUNKS = 4  # the largest; one for each rank keeps a ring of 4 busy, shorter chunks a larger one
 MAX_DATA_BYTES = 64 << 20  # of a message, as transports limit it
-_STEP_ROWS = (2 * MAX_SESSIONS + 4 * MAX_PENDING) * MAX_STEP_ROWS  # see above
+_STEP_ROWS = (2 * MAX_OPEN_SESSIONS + 4 * MAX_PENDING) * MAX_STEP_ROWS  # see above
 _OTHER_BYTES = 4 << 20  # headers, messages without rows, and a part of the logits of a step
 
 

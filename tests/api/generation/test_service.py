@@ -387,7 +387,7 @@ async def test_an_answer_is_outlined_if_its_key_has_tokens_for_all_of_it(
         _ = [event async for event in service.answer(key, model, [OUTLINED], mode)]
         return len(writer.requests) - before
 
-    enough = reads + OUTLINED.max_tokens
+    enough = reads + OUTLINED.expected_tokens
     assert await sessions(enough, OutlineMode.ON) > 1
     assert await sessions(enough - 1, OutlineMode.AUTO) == 1
     with pytest.raises(QuotaUsed, match=f"may take {enough} tokens; {enough - 1} of today"):
@@ -399,7 +399,7 @@ async def test_two_outlines_at_once_share_the_tokens_of_their_key(
 ) -> None:
     door.backend = writer = Writer()
     [model] = await service.models(None)
-    enough = 9 * estimate(OUTLINED) + OUTLINED.max_tokens
+    enough = 9 * estimate(OUTLINED) + OUTLINED.expected_tokens
     key = ApiKey("laptop", "", 0, KeyLimits(tokens_per_day=2 * enough - 1))
     short = replace(OUTLINED, turns=({"role": "user", "content": "Who is that?"},))
 

@@ -57,7 +57,7 @@ def test_everything_settable_can_be_set_and_shown(conversation: Conversation, na
     [
         ("temperature", "the model's"),
         ("seed", "random"),
-        ("max_tokens", "512"),
+        ("max_tokens", "no limit"),
         ("frequency_penalty", "0"),
     ],
 )

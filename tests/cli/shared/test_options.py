@@ -24,6 +24,6 @@ def test_help_shows_text_default_and_variable(meshllm: Invoke) -> None:
     shown = "Keep the most likely tokens up to probability P."
     assert f"--top-p X {shown} [default: the model's; env: MESHLLM_TOP_P]" in text
     assert "gives the same text. [default: random; env: MESHLLM_SEED]" in text
-    assert "[default: 512; env: MESHLLM_MAX_TOKENS]" in text
+    assert "[default: no limit; env: MESHLLM_MAX_TOKENS]" in text
     assert "--state FOLDER Folder of" in text
     assert "--ends entry|client Which side holds the embedding and the LM head." in text

@@ -19,7 +19,7 @@ from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.node.session.entry import EntryNode
 from meshllm.node.session.wire import sealed
 from meshllm.protocol.kv_cache import admission
-from meshllm.protocol.kv_cache.admission import MAX_SESSIONS
+from meshllm.protocol.kv_cache.admission import MAX_OPEN_SESSIONS
 from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget, Room
 from meshllm.protocol.session.blob import session_key
 from meshllm.protocol.session.messages import (
@@ -94,16 +94,38 @@ async def test_sessions_wait_for_memory_and_all_are_served(
         assert ring.entry.budget.live_bytes == 0
 
 
+async def test_answers_that_grow_into_the_memory_pause_and_none_is_lost(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = 0
+    async with ring_with(llama, monkeypatch, 7) as ring:
+
+        async def watched() -> list[int]:
+            nonlocal most
+            tokens = []
+            async for token in ring.tokens(PROMPT, Sampling(), 760):
+                tokens.append(token)
+                most = max(most, ring.entry.sessions)
+            return tokens
+
+        one, other = await asyncio.gather(watched(), watched())
+
+        assert most == 2  # with room for 760 tokens each, one would fit
+        assert one == other
+        assert len(one) == 760
+        assert ring.entry.budget.live_bytes == 0
+
+
 async def test_what_can_never_fit_is_refused_and_the_next_one_served(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with ring_with(llama, monkeypatch, 2) as ring:
         with pytest.raises(
-            UserError, match=r"512 tokens, for which the KV caches have room; .* may take 530"
+            UserError, match=r"512 tokens, for which the KV caches have room; .* at least 601"
         ) as why:
-            await ask(ring, tokens=500)
+            await ask(ring, PROMPT * 20)
 
-        assert "--max-tokens" in str(why.value.hint)
+        assert "shorter prompt" in str(why.value.hint)
         assert len(await ask(ring)) == 5
 
 
@@ -148,7 +170,7 @@ async def test_a_stage_refuses_a_session_beyond_its_memory(
 
 @pytest.mark.parametrize(
     ("blocks", "code", "positions"),
-    [(2, FaultCode.BUSY, 2 * BLOCK), (999, FaultCode.MODEL, MAX_SESSIONS * CONTEXT)],
+    [(2, FaultCode.BUSY, 2 * BLOCK), (999, FaultCode.MODEL, MAX_OPEN_SESSIONS * CONTEXT)],
 )
 async def test_a_hostile_rank_0_exceeds_neither_memory_nor_context_of_a_stage(
     llama: Path, monkeypatch: pytest.MonkeyPatch, blocks: int, code: FaultCode, positions: int
@@ -164,7 +186,7 @@ async def test_a_hostile_rank_0_exceeds_neither_memory_nor_context_of_a_stage(
         (stage,), neighbours = ring.stages, ring.entry._neighbours
         assert neighbours is not None
         rows = torch.zeros(1, BLOCK, ring.model.shape.hidden_size)
-        live = {SessionId(bytes([number]) * 16) for number in range(MAX_SESSIONS + 2)}
+        live = {SessionId(bytes([number]) * 16) for number in range(MAX_OPEN_SESSIONS + 2)}
         codes, most = set[FaultCode](), 0
         for pos in range(0, 2 * CONTEXT, BLOCK):
             for session in sorted(live):

@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from meshllm.model.text.reasoning import PAIRS, ReasoningFormat, ReasoningLimit, ReasoningParser
+from meshllm.model.text.reasoning import (
+    EFFORT_TOKENS,
+    PAIRS,
+    ReasoningFormat,
+    ReasoningLimit,
+    ReasoningParser,
+    most_of_effort,
+)
 
 THINK = ReasoningFormat(*PAIRS[0])
 BEGIN, END, STOP, PLAIN = 0, 1, 2, 3
@@ -114,3 +121,9 @@ def test_an_answer_under_a_constraint_may_begin_with_reasoning() -> None:
     assert allowed(limit) == {BEGIN, PLAIN}
     limit.take([PLAIN])
     assert (allowed(limit), grammar.taken) == ({PLAIN}, [PLAIN])
+
+
+def test_an_effort_limits_the_reasoning_to_a_share_of_the_answer() -> None:
+    assert most_of_effort("medium", 1000) == 500
+    assert most_of_effort("medium", None) == EFFORT_TOKENS // 2
+    assert most_of_effort(None, None) is None

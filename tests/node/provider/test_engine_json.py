@@ -16,6 +16,7 @@ from meshllm.node.provider.engine_json import (
 from meshllm.protocol.membership.records import MAX_OFFERS, ModelOffer
 from meshllm.request import (
     NEVER,
+    TYPICAL_TOKENS,
     FinishReason,
     Piece,
     Request,
@@ -94,6 +95,14 @@ def test_a_raw_prompt_is_a_completion(prompt: dict[str, Any], sent: object) -> N
     path, body = call_of(replace(CHAT, turns=(), **prompt))
 
     assert (path, body["prompt"]) == ("/completions", sent)
+
+
+def test_an_engine_ends_a_chat_without_a_limit_and_a_completion_gets_one() -> None:
+    _, chat = call_of(replace(CHAT, max_tokens=None))
+    _, completion = call_of(replace(CHAT, turns=(), raw="Once", max_tokens=None))
+
+    assert "max_tokens" not in chat
+    assert completion["max_tokens"] == TYPICAL_TOKENS
 
 
 @pytest.mark.parametrize(

@@ -359,16 +359,20 @@ def test_the_ring_learns_which_peer_asks(world: World, is_client: bool) -> None:
 
 
 @pytest.mark.parametrize("is_client", [True, False])
-def test_the_answer_to_a_client_has_a_limit(world: World, is_client: bool) -> None:
+@pytest.mark.parametrize("most", [10_000_000, None])
+def test_the_answer_to_a_client_has_a_limit(
+    world: World, is_client: bool, most: int | None
+) -> None:
     router = world.add(ME, FakeRing(attempts=[answer()]))
-    endless = replace(REQUEST, max_tokens=10_000_000)
+    endless = replace(REQUEST, max_tokens=most)
 
     async def story() -> None:
         router.receive(OTHER, Generate(ASK, request_to_json(endless)), is_client=is_client)
 
     world.run(story)
     (asked,) = world.rings[ME].asked
-    assert asked.max_tokens == (CLIENT_TOKENS if is_client else endless.max_tokens)
+    limit = asked.bound if most is None else asked.max_tokens
+    assert limit == (CLIENT_TOKENS if is_client else most)
 
 
 def test_a_duplicate_request_id_is_refused(world: World) -> None:

@@ -134,6 +134,17 @@ def test_a_request_beyond_the_limits_of_its_reader_is_not_sent(
         request_to_json(asked)
 
 
+def test_a_node_of_an_earlier_version_sees_no_limit_as_its_own() -> None:
+    assert b"max_tokens" not in request_to_json(Request(ids=(1,)))
+    assert request_from_json(b'{"ids": [1], "max_tokens": null}').max_tokens is None
+
+
+def test_an_answer_without_a_limit_continues_after_any_tokens() -> None:
+    request = Request(ids=(1,), given=(2,) * 9999)
+
+    assert request_from_json(request_to_json(request)) == request
+
+
 def test_a_request_that_embeds_round_trips() -> None:
     request = Request(ids=(1, 2), embeds=True, dimensions=8, max_tokens=0)
 

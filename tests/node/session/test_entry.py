@@ -22,6 +22,7 @@ from meshllm.node.session.ring_link import Neighbours
 from meshllm.node.session.wire import opened, sealed
 from meshllm.protocol.drafting.drafter import Drafting
 from meshllm.protocol.drafting.window import StepTimes
+from meshllm.protocol.kv_cache.admission import QUANTUM, SHORT_ANSWER
 from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget, Room
 from meshllm.protocol.kv_cache.prefix_index import RESUME_S, PrefixIndex
 from meshllm.protocol.kv_cache.prefix_matching import MIN_SHARED, PrefixCache
@@ -44,7 +45,7 @@ from meshllm.protocol.session.messages import (
 )
 from meshllm.protocol.session.pace import Pace
 from meshllm.protocol.session.speculation import Speculation
-from meshllm.request import FinishReason, Prefilled, Resumable, Sampling
+from meshllm.request import FinishReason, Prefilled, Resumable, Sampling, Waiting
 from tests.builders.session import (
     CountedCache,
     CountingLayers,
@@ -60,7 +61,7 @@ TALLY = Tally(Spent(1000, 0, 0), 1, 100, 50)
 LONG = tuple(range(MIN_SHARED + 4))
 
 
-def order(*prompt: int, tokens: int = 3, given: tuple[int, ...] = ()) -> GenerationRequest:
+def order(*prompt: int, tokens: int | None = 3, given: tuple[int, ...] = ()) -> GenerationRequest:
     """Ask for the next tokens: each is its predecessor plus one."""
     return GenerationRequest(prompt or (1, 2), Sampling(), tokens, lambda _: False, given=given)
 
@@ -667,28 +668,109 @@ async def test_the_steps_of_several_generations_share_a_pass() -> None:
         ]
 
 
-async def test_a_thought_of_10_000_tokens_delays_a_short_answer_by_a_turn() -> None:
+async def test_a_thought_of_10_000_tokens_gives_its_place_to_a_short_answer() -> None:
     async with running(sessions=2, blocks=100, context=20_000) as entry:
         thought, other = (entry.node.generate(order(tokens=10_000)) for _ in range(2))
         short = entry.node.generate(order(7, 8, 9))
         begun = [asyncio.ensure_future(anext(each)) for each in (thought, other, short)]
 
-        await entry.settle()
+        await entry.drive(cast("asyncio.Future[Output | None]", begun[2]))
 
+        prefills = [at for at, (kind, _) in enumerate(entry.layers.passes) if kind == "prefill"]
+        passes = prefills[2]  # of both thoughts together
+        assert SHORT_ANSWER - QUANTUM < passes < SHORT_ANSWER
+        steps = [before for _, before in entry.layers.passes[passes + 1 : passes + 3]]
+        assert [3 + at in each for at, each in enumerate(steps)] == [True, True]
         assert ids(await entry.read(short)) == [10, 11, 12]
-        assert entry.layers.passes[:6] == [
-            ("prefill", [0]),
-            ("step", [2]),  # of the thought
-            ("prefill", [0]),
-            ("step", [3, 3]),
-            ("step", [4, 4]),
-            ("step", [5]),
+        for each in (thought, other):
+            assert len(ids(await entry.read(each, 20_000))) == 10_000
+
+
+async def test_kept_prefixes_give_way_to_an_answer_that_grows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with running(blocks=5, keeps=True, context=5 * BLOCK) as entry:
+        await entry.read(entry.node.generate(order(*range(1, 60))))
+        await entry.read(entry.node.generate(order(*range(2, 61))))
+        assert entry.node.budget.kept_bytes == 2 * BLOCK
+        step = entry.layers.step_many
+
+        def checked(*steps: Any) -> Any:
+            assert not entry.node.budget.is_over
+            return step(*steps)
+
+        monkeypatch.setattr(entry.layers, "step_many", checked)
+        outputs = await entry.read(entry.node.generate(order(tokens=900)), 1000)
+
+        assert len(ids(outputs)) == 900
+        assert entry.node.budget.kept_bytes == 5 * BLOCK
+
+
+@pytest.mark.parametrize("ring", [1, 2])
+async def test_an_answer_that_finds_no_room_pauses_until_another_has_ended(ring: int) -> None:
+    async with running(ring=ring, blocks=7, context=5 * BLOCK) as entry:
+        first, second = (entry.node.generate(order(tokens=900)) for _ in range(2))
+        begun = [asyncio.ensure_future(anext(each)) for each in (first, second)]
+        for _ in range(3000):
+            await entry.settle()
+
+        assert entry.node.sessions == 1  # with room for 900 tokens each, only one would have begun
+        paused = await entry.read(second, 2 * BLOCK)
+        assert len(ids(await entry.read(first, 1000))) == 900
+        rest = await entry.read(second, 1000)
+        assert ids([*paused, *rest]) == [each % 100 for each in range(3, 903)]
+        assert [each.done() for each in begun] == [True, True]
+        assert entry.node.budget.live_bytes == 0
+
+
+async def test_a_paused_answer_says_so_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshllm.node.session.entry.PAUSED_S", 0.0)
+    async with running(blocks=7, context=5 * BLOCK) as entry:
+        first, second = (entry.node.generate(order(tokens=900)) for _ in range(2))
+        begun = asyncio.ensure_future(anext(first))
+        paused = await entry.read(second, 1000)
+
+        assert sum(isinstance(each, Waiting) for each in paused) > 100
+        assert await begun
+        await first.aclose()
+        assert ids([*paused, *await entry.read(second, 1000)]) == [
+            each % 100 for each in range(3, 903)
         ]
-        assert len(entry.layers.passes) > 10_000
-        assert [each.done() for each in begun] == [True, False, True]  # the other leaves the place
-        await entry.read(thought, 20_000)
-        await entry.drive(cast("asyncio.Future[Output | None]", begun[1]))
-        await entry.read(other, 20_000)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "context", "count"),
+    [
+        (100, 2 * BLOCK, 2 * BLOCK - 2),  # to the context
+        (12, 20 * BLOCK, 3 * BLOCK),  # a quarter of the room
+        (4, 20 * BLOCK, QUANTUM),  # at least
+        (1, 20 * BLOCK, BLOCK - 2),  # all there is
+    ],
+)
+async def test_an_answer_without_a_limit_ends_at_the_context_or_by_a_part_of_the_room(
+    blocks: int, context: int, count: int
+) -> None:
+    async with running(blocks=blocks, context=context) as entry:
+        outputs = await entry.read(entry.node.generate(order(tokens=None)), 5000)
+
+        assert ids(outputs) == [each % 100 for each in range(3, 3 + count)]
+        assert isinstance(outputs[-1], Ended)
+        assert outputs[-1].reason is FinishReason.LENGTH
+
+
+async def test_an_answer_without_a_limit_that_was_begun_is_no_longer_than_a_whole_one() -> None:
+    async with running(blocks=12, context=20 * BLOCK) as entry:
+        given = tuple(each % 100 for each in range(3, 603))
+        outputs = await entry.read(entry.node.generate(order(tokens=None, given=given)), 5000)
+
+        assert len(given) + len(ids(outputs)) == 3 * BLOCK
+
+
+async def test_a_limit_beyond_the_room_counts_as_what_there_is() -> None:
+    async with running(blocks=2, context=20 * BLOCK) as entry:
+        outputs = await entry.read(entry.node.generate(order(tokens=9999)), 5000)
+
+        assert len(ids(outputs)) == 2 * BLOCK - 2
 
 
 class FailingDrafts:

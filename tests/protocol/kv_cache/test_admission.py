@@ -9,6 +9,7 @@ import pytest
 from meshllm.errors import Busy, UserError
 from meshllm.names import NodeId, SessionId
 from meshllm.protocol.kv_cache.admission import (
+    OPEN_PER_PLACE,
     OWNER_S,
     QUANTUM,
     SHORT_ANSWER,
@@ -110,9 +111,9 @@ def test_a_generation_that_can_never_fit_is_rejected_with_numbers() -> None:
 
     assert str(refused.value) == (
         "This model's maximum context length is 1024 tokens, for which the KV caches have room;"
-        " prompt and answer may take 1280: one node would need 1280 bytes and has 1024"
+        " prompt and answer take at least 1280: one node would need 1280 bytes and has 1024"
     )
-    assert "--max-tokens" in str(refused.value.hint)
+    assert "shorter prompt" in str(refused.value.hint)
     assert not entry.ask(C, 4 * BLOCK, NOW)
 
 
@@ -411,13 +412,25 @@ THOUGHT = 40 * BLOCK  # 10,240 tokens of an answer with long reasoning
 LONG_ROOM = 3 * THOUGHT + SHORT_ROOM  # of three of them, and what they leave
 
 
+def lengthen(entry: Admission, session: SessionId) -> list[SessionId]:
+    """Let an answer become long; return those that may go on, this one included."""
+    first = entry.grow(session, SHORT_ANSWER, NOW)
+    return entry.grow(session, THOUGHT, NOW) if session in first else first
+
+
 def thoughts(entry: Admission, count: int, asker: str | None = GREEDY_KEY) -> list[SessionId]:
-    """Ask for long answers; return those that started."""
-    started = []
+    """Ask for answers that become long once they have started; return those that go on."""
+    started, going = set[SessionId](), list[SessionId]()
     for number in range(count):
         session = SessionId(f"{asker} {number:2}".encode().ljust(16))
-        started += entry.ask(session, THOUGHT, NOW, asker, answer=THOUGHT)
-    return started
+        begun = entry.ask(session, THOUGHT, NOW, asker, answer=THOUGHT)
+        while begun:
+            if (one := begun.pop()) in started:
+                going.append(one)
+            else:
+                started.add(one)
+                begun += lengthen(entry, one)
+    return going
 
 
 def of_tokens(tokens: int, most: int = 8) -> Admission:
@@ -445,6 +458,7 @@ def test_long_thoughts_of_others_leave_a_place_besides_that_of_the_owner() -> No
     assert len(thoughts(entry, 9)) == 6
     assert entry.ask(B, QUANTUM, NOW, MODEST) == [B]
     assert entry.ask(C, THOUGHT, NOW, answer=THOUGHT) == [C]
+    assert lengthen(entry, C) == [C]
 
 
 def test_a_short_answer_waits_for_short_ones_only() -> None:
@@ -496,8 +510,11 @@ def test_a_thought_that_can_leave_no_room_keeps_its_turn() -> None:
 
     assert len(running) == 1
     assert entry.ask(A, BLOCK, NOW, MODEST) == []
-    assert len(entry.leave(running[0], NOW)) == 1
+    second, short = entry.leave(running[0], NOW)
+    assert short == A
+    assert lengthen(entry, second) == []
     assert entry.ask(B, BLOCK, NOW, MODEST) == []
+    assert entry.leave(A, NOW) == [second]
 
 
 def test_who_used_least_overtakes_first() -> None:
@@ -522,27 +539,211 @@ def test_of_those_who_ask_at_one_node_who_used_least_overtakes_first() -> None:
     assert order_of(entry, A) == [B, D, C]
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_everyone_starts_however_short_and_long_ones_mix(seed: int) -> None:
-    random = Random(seed)
-    entry, running = of_tokens(LONG_ROOM, most=random.randint(1, 8)), list[SessionId]()
-    asked, started = set[SessionId](), set[SessionId]()
-    for number in range(60):
-        session = SessionId(number.to_bytes(16, "big"))
-        answer = random.choice((1, SHORT_ANSWER, THOUGHT, LONG_ROOM))
-        tokens = min(answer + random.choice((1, 8 * BLOCK)), LONG_ROOM)
-        asker = random.choice((None, "a", "b", "c"))
-        running += entry.ask(session, tokens, NOW + number, asker, answer=answer)
-        started.update(running)
-        asked.add(session)
-        if running and random.random() < 0.3:
-            running += entry.leave(running.pop(random.randrange(len(running))), NOW + number)
-        started.update(running)
-    while running:
-        running += entry.leave(running.pop(random.randrange(len(running))), NOW + 60)
-        started.update(running)
+def test_answers_start_with_room_for_their_first_tokens_and_ask_for_more() -> None:
+    entry = of_tokens(2 * THOUGHT)
+    for session in (A, B, C, D):
+        assert entry.ask(session, THOUGHT, NOW, answer=THOUGHT) == [session]
 
-    assert started == asked
+    assert entry.grow(A, 2 * QUANTUM, NOW) == [A]
+
+
+def test_an_answer_pauses_where_the_others_could_not_end_and_goes_on_when_one_has() -> None:
+    entry = of_tokens(THOUGHT + 2 * QUANTUM)
+    for session in (A, B):
+        entry.ask(session, THOUGHT, NOW, answer=THOUGHT)
+
+    assert entry.grow(A, 3 * QUANTUM, NOW) == [A]
+    assert entry.grow(B, 3 * QUANTUM, NOW) == []  # then neither could end
+    assert lengthen(entry, A) == [A]
+    assert entry.leave(A, NOW) == [B]
+    assert entry.leave(B, NOW) == []
+
+
+def test_a_paused_answer_that_leaves_needs_nothing() -> None:
+    entry = of_tokens(THOUGHT + 2 * QUANTUM)
+    for session in (A, B):
+        entry.ask(session, THOUGHT, NOW, answer=THOUGHT)
+    entry.grow(A, 3 * QUANTUM, NOW)
+    assert entry.grow(B, 3 * QUANTUM, NOW) == []
+
+    assert entry.leave(B, NOW) == []
+    assert entry.grow(B, 4 * QUANTUM, NOW) == []
+    assert entry.leave(A, NOW) == []
+    assert entry.is_idle(NOW + OWNER_S)
+
+
+def test_those_that_are_paused_go_on_in_order_and_before_others_start() -> None:
+    entry = Admission(KvBudget([]), 2)
+    for session in (A, B, C, D):
+        entry.ask(session, THOUGHT, NOW, answer=THOUGHT)
+    assert lengthen(entry, A) == [A]  # the only long one that may run
+    assert lengthen(entry, B) == [C]
+    assert lengthen(entry, C) == [D]
+
+    assert entry.leave(A, NOW) == [B]
+    assert entry.ask(A, QUANTUM, NOW, answer=QUANTUM) == []
+    assert entry.leave(B, NOW) == [C]
+    assert entry.leave(D, NOW) == [A]
+
+
+def test_a_paused_answer_of_another_leaves_the_place_of_the_owner() -> None:
+    entry = Admission(KvBudget([]), 4)
+    entry.ask(A, QUANTUM, NOW)
+    entry.leave(A, NOW)
+    for session in (B, C, D):
+        assert entry.ask(session, THOUGHT, NOW, MODEST, answer=THOUGHT) == [session]
+
+    assert lengthen(entry, B) == [B]
+    assert lengthen(entry, C) == [C]
+    assert lengthen(entry, D) == []
+    assert entry.ask(A, QUANTUM, NOW, MODEST, answer=QUANTUM) == [A]
+    assert entry.grow(A, 2 * QUANTUM, NOW) == [A]
+
+
+def test_a_ring_has_so_many_caches_at_most() -> None:
+    entry = Admission(KvBudget([]), 2, waiting=9)
+    sessions = [SessionId(number.to_bytes(16, "big")) for number in range(6)]
+    begun = list[SessionId]()
+    for session in sessions:
+        for one in entry.ask(session, THOUGHT, NOW, answer=THOUGHT):
+            begun += [one, *lengthen(entry, one)]
+
+    count = OPEN_PER_PLACE * 2 + 1
+    assert set(begun) == set(sessions[:count])
+    assert entry.leave(sessions[0], NOW) == [sessions[1], sessions[count]]
+
+
+def test_paused_answers_of_others_leave_caches_to_short_ones_and_to_the_owner() -> None:
+    entry = Admission(KvBudget([]), 2, waiting=9)
+    thoughts(entry, 9)
+
+    assert entry.ask(A, QUANTUM, NOW, MODEST, answer=QUANTUM) == [A]
+    entry.leave(A, NOW)
+    assert entry.ask(B, THOUGHT, NOW, answer=THOUGHT) == [B]
+    assert lengthen(entry, B) == []
+    assert entry.ask(C, QUANTUM, NOW, answer=QUANTUM) == [C]
+
+
+def test_paused_answers_of_the_owner_go_on_first() -> None:
+    entry = Admission(KvBudget([]), 2, waiting=9)
+    started = thoughts(entry, 2)
+    entry.ask(A, THOUGHT, NOW, answer=THOUGHT)
+    assert lengthen(entry, A) == []
+
+    assert entry.leave(started[0], NOW) == [A]
+
+
+def test_an_answer_of_another_that_waits_for_room_does_not_hold_up_the_owner() -> None:
+    entry = of_tokens(LONG_ROOM)
+    for number in range(4):
+        entry.ask(SessionId(bytes([number]) * 16), THOUGHT, NOW, GREEDY, answer=THOUGHT)
+    for number in range(3):
+        entry.grow(SessionId(bytes([number]) * 16), THOUGHT - 2 * QUANTUM, NOW)
+    assert entry.grow(SessionId(bytes([3]) * 16), 7 * QUANTUM, NOW) == []
+
+    assert entry.ask(A, 2 * SHORT_ANSWER, NOW, MODEST, answer=2 * SHORT_ANSWER) == []
+    assert entry.ask(B, 2 * SHORT_ANSWER, NOW, answer=2 * SHORT_ANSWER) == [B]
+
+
+def test_room_without_a_place_lets_no_paused_answer_go_on() -> None:
+    entry = of_tokens(THOUGHT + SHORT_ROOM, most=2)
+    for session in (A, B):
+        entry.ask(session, THOUGHT, NOW, answer=THOUGHT)
+    assert entry.grow(A, 5 * QUANTUM, NOW) == [A]
+    assert entry.grow(B, 5 * QUANTUM, NOW) == []
+    assert entry.ask(C, QUANTUM, NOW, answer=QUANTUM) == [C]
+
+    assert entry.resize([3 * THOUGHT], NOW) == []
+    assert entry.leave(C, NOW) == [B]
+
+
+@pytest.mark.parametrize("beside", ["short", "ended"])
+def test_what_is_short_or_has_ended_does_not_keep_paused_answers_from_all_room(beside: str) -> None:
+    entry = of_tokens(THOUGHT + SHORT_ROOM)
+    for session in (A, B):
+        entry.ask(session, THOUGHT, NOW, GREEDY, answer=THOUGHT)
+    assert entry.grow(A, THOUGHT - 4 * QUANTUM, NOW) == [A]
+    entry.ask(C, 1, NOW, answer=1 if beside == "short" else 0)
+    if beside == "ended":
+        entry.end(C, NOW)
+        assert entry.grow(C, 2, NOW) == []
+    assert entry.grow(B, 3 * QUANTUM, NOW) == [B]
+    assert entry.grow(B, 5 * QUANTUM, NOW) == []
+
+    (going,) = entry.grow(A, THOUGHT - 3 * QUANTUM, NOW)
+    assert going == A
+
+
+def test_a_paused_answer_that_has_ended_needs_no_room() -> None:
+    entry = of_tokens(THOUGHT + 2 * QUANTUM)
+    for session in (A, B):
+        entry.ask(session, THOUGHT, NOW, answer=THOUGHT)
+    entry.grow(A, 3 * QUANTUM, NOW)
+    assert entry.grow(B, 3 * QUANTUM, NOW) == []
+
+    assert entry.end(B, NOW) == []
+    assert entry.leave(A, NOW) == []
+    assert entry.end(A, NOW) == []
+
+
+def test_who_has_written_more_waits_longer() -> None:
+    entry = Admission(KvBudget([]), 1)
+    entry.ask(A, THOUGHT, NOW, GREEDY, answer=THOUGHT)
+    for session, asker in ((B, GREEDY), (C, MODEST)):
+        entry.ask(session, 1, NOW, asker)
+    entry.grow(A, 2 * QUANTUM, NOW)
+    entry.grow(A, 3 * QUANTUM, NOW)
+
+    assert order_of(entry, A) == [C, B]
+
+
+class Answers:
+    """Answers that start, grow and end as an admission lets them."""
+
+    def __init__(self, entry: Admission, budget: KvBudget) -> None:
+        self.entry, self.budget = entry, budget
+        self.asked: dict[SessionId, tuple[int, int]] = {}
+        """The length that each gets, and the one that it may get, with its prompt."""
+        self.going: set[SessionId] = set()
+        self.ended: set[SessionId] = set()
+
+    def ask(self, prompt: int, length: int, most: int, asker: str | None, now: float) -> None:
+        session = SessionId(len(self.asked).to_bytes(16, "big"))
+        self.asked[session] = prompt + length, prompt + most
+        self.going.update(self.entry.ask(session, prompt + most, now, asker, answer=most))
+
+    def step(self, session: SessionId, now: float) -> None:
+        """Write all that there is room for; then end, or ask for more room."""
+        (length, most), room = self.asked[session], self.budget.reserved(session)
+        self.going.remove(session)
+        if room >= length:
+            self.ended.add(session)
+            self.going.update(self.entry.leave(session, now))
+        else:
+            self.going.update(self.entry.grow(session, min(most, room + QUANTUM), now))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_answer_ends_however_long_it_gets(seed: int) -> None:
+    random = Random(seed)
+    blocks = random.choice((THOUGHT, THOUGHT + 2 * QUANTUM, LONG_ROOM)) // BLOCK
+    budget = KvBudget([room(blocks), room(2 * blocks, growth=random.choice((0, 1)))])
+    entry = Admission(budget, random.randint(1, 8), waiting=99)
+    answers, now = Answers(entry, budget), NOW
+    for _ in range(40):
+        prompt = random.choice((1, 8 * BLOCK))
+        most = min(random.choice((1, SHORT_ANSWER, THOUGHT)), budget.tokens - prompt)
+        asker = random.choice((None, "a", "b", "c"))
+        answers.ask(prompt, random.choice((1, most // 2 + 1, most)), most, asker, now)
+        while random.random() < 0.7:
+            now += 1
+            answers.step(random.choice(sorted(answers.going)), now)
+            if not answers.going:
+                break
+    while answers.going:
+        answers.step(random.choice(sorted(answers.going)), now)
+
+    assert answers.ended == set(answers.asked)
 
 
 def test_who_asks_at_another_node_takes_its_turns_by_name() -> None:

@@ -214,3 +214,34 @@ def test_reservations_never_exceed_a_room(steps: list[tuple[SessionId, int, str]
         for each, row in zip(rooms, held, strict=True):
             growth = max((cost.growth for cost in row), default=0)
             assert sum(cost.held for cost in row) + growth <= each.total
+
+
+def test_a_session_may_grow_as_far_as_all_can_still_end() -> None:
+    budget = KvBudget([room(9), room(6)])
+
+    assert budget.reserve(A, BLOCK, 5 * BLOCK)
+    assert budget.reserve(B, BLOCK, 5 * BLOCK)
+    assert not budget.reserve(C, BLOCK, 5 * BLOCK)  # none could end
+    assert budget.reserve(A, 3 * BLOCK)
+    assert not budget.reserve(B, 2 * BLOCK)
+    assert budget.fits(BLOCK, B)
+    assert budget.reserve(A, 5 * BLOCK)
+    budget.release(A)
+    assert budget.reserve(B, 2 * BLOCK)
+
+
+def test_one_that_ends_first_may_give_room_to_another() -> None:
+    budget = KvBudget([room(6)])
+    budget.reserve(A, 3 * BLOCK, 4 * BLOCK)
+
+    assert budget.reserve(B, 2 * BLOCK, 5 * BLOCK)  # once A has ended
+    assert not budget.reserve(C, BLOCK, 2 * BLOCK)  # none could end
+
+
+def test_there_is_not_less_room_than_all_need_to_end() -> None:
+    budget = KvBudget([room(6)])
+    budget.reserve(A, BLOCK, 4 * BLOCK)
+    budget.reserve(B, BLOCK, 3 * BLOCK)
+
+    assert not budget.resize([3 * BLOCK])
+    assert budget.resize([4 * BLOCK])

@@ -20,7 +20,17 @@ from meshllm.protocol.membership.client_quota import (
     places,
 )
 from meshllm.protocol.trust.credential import NO_LIMITS, ClientLimits
-from meshllm.request import Answer, Event, Interruption, Piece, Prefilled, Request, Tools, Turn
+from meshllm.request import (
+    TYPICAL_TOKENS,
+    Answer,
+    Event,
+    Interruption,
+    Piece,
+    Prefilled,
+    Request,
+    Tools,
+    Turn,
+)
 from tests.builders.fake_ring import answer_of
 
 ONE, OTHER = NodeId(b"1" * 32), NodeId(b"2" * 32)
@@ -106,6 +116,26 @@ def test_requests_at_the_same_time_share_what_is_left(quota: ClientQuota) -> Non
     assert left(quota) == 100
 
 
+def test_the_reservation_of_an_answer_without_a_limit_grows_with_it(quota: ClientQuota) -> None:
+    asked = quota.reserve(ONE, LIMITS, SHORT, NOON)
+
+    assert (asked.request.max_tokens, asked.request.bound) == (None, 1000 - 10)
+    assert left(quota) == 1000 - 10 - TYPICAL_TOKENS
+    for token in range(900):
+        asked.take(Piece("a", (token,)), NOON)
+    assert left(quota) == 1000 - 10 - 900
+    with pytest.raises(QuotaUsed, match="exceeds what is left"):
+        asked.take(Piece("a", tuple(range(100))), NOON)
+
+
+def test_an_answer_without_a_limit_gets_none_from_a_client_without_one(quota: ClientQuota) -> None:
+    endless = quota.reserve(ONE, ClientLimits(), SHORT, NOON)
+    assert endless.request.bound is None
+    endless.end(NOON)
+    used_up(quota, 900)
+    assert quota.reserve(ONE, LIMITS, SHORT, NOON).request.bound == 90
+
+
 def test_a_prompt_that_may_be_read_several_times_is_reserved_as_often(
     quota: ClientQuota,
 ) -> None:
@@ -135,7 +165,7 @@ def test_a_prompt_that_leaves_no_room_is_refused(
 ) -> None:
     request = Request(raw="x" * chars)
     if not is_refused:
-        assert quota.reserve(ONE, LIMITS, request, NOON).request.max_tokens == 1
+        assert quota.reserve(ONE, LIMITS, request, NOON).request.bound == 1
         return
     with pytest.raises(Busy, match="about 1000 tokens; 1000 of 1000 tokens of today"):
         quota.reserve(ONE, LIMITS, request, NOON)
@@ -246,7 +276,7 @@ def test_reservations_are_returned_whatever_happens(data: st.DataObject) -> None
         except Busy:
             assert before <= len(request.ids)
         else:
-            cost = len(request.ids) + asked.request.max_tokens
+            cost = len(request.ids) + asked.request.expected_tokens
             assert before - left(quota) == cost <= before
             running.append(asked)
     for asked in running:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from meshllm.protocol.kv_cache.admission import QUANTUM
 from meshllm.protocol.kv_cache.prefix_index import Chunk
 from meshllm.protocol.session.actions import (
     Action,
@@ -16,9 +17,10 @@ from meshllm.protocol.session.actions import (
     GenerationTask,
     Pick,
     Progress,
+    Reserve,
 )
 from meshllm.protocol.session.codec import MAX_POSITION
-from meshllm.protocol.session.entry import Entry, EntryState
+from meshllm.protocol.session.entry import NEAR, Entry, EntryState
 from meshllm.protocol.session.messages import (
     Cancel,
     Close,
@@ -570,6 +572,64 @@ def test_tokens_up_to_the_limit_end_the_answer() -> None:
     assert entry.picked((90,), 0.2, ((91, 92),)) == [Emit(90), Embed(0, 2, (90, 91, 92), 2)]
     assert entry.computed(None, 0.3) == [Pick(0, 3, None, (91, 92), 6)]
     assert entry.picked((91, 92, 93), 0.4)[-2:] == [Done(FinishReason.LENGTH), Closed(())]
+
+
+def lone(room: int, max_tokens: int = 9999) -> Entry:
+    """An entry of a ring of one that has computed its prompt of two tokens."""
+    task = replace(TASK, ring=1, prompt=(11, 12), max_tokens=max_tokens, context=9999)
+    entry = Entry(task, PACE, room=room)
+    entry.open(0.0)
+    entry.computed(None, 0.1)
+    return entry
+
+
+def test_more_room_is_requested_before_there_is_none_and_once() -> None:
+    entry = lone(room=2 + 2 + NEAR)
+
+    first = entry.picked((90,), 0.2)
+    assert first == [Emit(90), Embed(0, 2, (90,))]
+    entry.computed(None, 0.3)
+    assert entry.picked((91,), 0.4) == [Emit(91), Embed(0, 3, (91,))]
+    entry.computed(None, 0.5)
+    more = 4 + NEAR + QUANTUM
+    assert entry.picked((92,), 0.6) == [Emit(92), Reserve(more), Embed(0, 4, (92,))]
+    entry.computed(None, 0.7)
+    assert entry.picked((93,), 0.8) == [Emit(93), Embed(0, 5, (93,))]
+
+
+def test_no_more_room_is_requested_than_the_answer_may_take() -> None:
+    entry = lone(room=4, max_tokens=3)
+
+    assert Reserve(5) in entry.picked((90,), 0.2)
+    assert entry.grown() == []
+    entry.computed(None, 0.3)
+    assert not any(isinstance(each, Reserve) for each in entry.picked((91,), 0.4))
+
+
+def test_an_answer_waits_at_the_last_position_that_has_room() -> None:
+    entry = lone(room=3)
+    assert entry.picked((90,), 0.2)[-1] == Embed(0, 2, (90,))
+    assert entry.computed(None, 0.3) == [Progress(2, 2), Pick(0, 3, None, (), 9999, room=3)][1:]
+
+    assert entry.picked((91,), 0.4) == [Emit(91)]
+    assert entry.deadline is None
+    assert entry.grown() == [Embed(0, 3, (91,))]
+    assert entry.computed(None, 0.5) == [Pick(0, 4, None, (), 9999, room=3 + QUANTUM)]
+
+
+def test_drafts_wait_for_room_too() -> None:
+    entry = lone(room=4)
+
+    assert Embed(0, 2, (90, 91, 92), 2) not in entry.picked((90,), 0.2, ((91, 92),))
+    assert entry.grown() == [Embed(0, 2, (90, 91, 92), 2)]
+
+
+def test_one_that_has_ended_needs_no_room() -> None:
+    entry = lone(room=3)
+    entry.picked((90,), 0.2)
+    entry.finish(CANCELLED, 0.3)
+
+    assert entry.grown() == []
 
 
 RESUME = Resume(SESSION, EPOCH, BASE.session, BASE.length, whole=True)

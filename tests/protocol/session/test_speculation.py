@@ -1,6 +1,7 @@
 """Speculative decoding of one text: which drafter is queried, and how many tokens it drafts."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain, takewhile
 from typing import Any
 
@@ -131,6 +132,14 @@ def of(steps: Steps) -> tuple[int, ...]:
 def guesses_per_step(drafting: Drafting, *, tokens: int = 300, room: int = 99) -> list[int]:
     """Return how many tokens were guessed at each step of a text."""
     return write(Speculation(drafting), Clock(), tokens, room)[0]
+
+
+@pytest.mark.parametrize(("room", "most"), [(10, 0), (11, 0), (12, 1), (14, 2)])
+def test_no_guess_is_made_where_the_caches_have_no_room(room: int, most: int) -> None:
+    clock, speculator = Clock(), Speculator(Speculation(Oracle(TEXT, 1.0)), TEXT[:10])
+    job = replace(pick(10), room=room)
+
+    assert len(of(after(speculator, clock, TEXT[10:11], job))) == most
 
 
 def test_good_drafts_are_used_and_more_of_them_in_time() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from meshllm.names import NodeId, SessionId, Span
 from meshllm.protocol.drafting.window import MAX_STEP_ROWS
-from meshllm.protocol.kv_cache.admission import MAX_SESSIONS
+from meshllm.protocol.kv_cache.admission import MAX_OPEN_SESSIONS, MAX_SESSIONS
 from meshllm.protocol.kv_cache.prefix_index import Chunk, PrefixHit
 from meshllm.protocol.planning.chunking import RankTimes, RingTimes, usual_pace
 from meshllm.protocol.planning.plan import LinkSpeed, Offer
@@ -202,7 +202,7 @@ def test_the_steps_of_all_sessions_fit_beside_the_prompts(given: int) -> None:
             embedding.append((name, entries[name].computed(None, 0.0)))
 
     rows = sum(entry.in_flight for entry in entries.values())
-    steps = (2 * MAX_SESSIONS + 4 * MAX_PENDING) * MAX_STEP_ROWS
+    steps = (2 * MAX_OPEN_SESSIONS + 4 * MAX_PENDING) * MAX_STEP_ROWS
     assert queue.most_rows - 1024 < rows <= queue.most_rows
     assert room.prompt_bytes + steps * QWEN <= room.max_waiting < room.total
 

@@ -408,13 +408,13 @@ async function request(system, turns, signal) {
   const body = {
     model: at("model").value,
     messages,
-    max_tokens: Number(at("most").value) || 512,
     stream: true,
     stream_options: { include_usage: true },
   };
   for (const name of ["temperature", "top_p"]) {
     if (at(name).value) body[name] = Number(at(name).value);
   }
+  if (at("most").value) body.max_tokens = Number(at("most").value);
   body.seed = at("seed").value ? Number(at("seed").value) : Math.floor(Math.random() * seeds);
   if (at("probable").checked) Object.assign(body, { logprobs: true, top_logprobs: alternatives + 1 });
   return call("/v1/chat/completions", body, signal);
