@@ -162,7 +162,7 @@ class Settings:
     debug: bool = False
     """Show the traceback of an error."""
     max_tokens: int | None = None
-    """Most tokens of an answer, which the model ends."""
+    """Most tokens of an answer; else the model ends it."""
     sampling: Sampling = field(default_factory=Sampling)
     unset: frozenset[str] = frozenset((*MODEL_SAMPLING, "seed"))
     """Sampling parameters that are not set: the model recommends them, and a seed is drawn."""
