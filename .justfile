@@ -61,6 +61,7 @@ bench:
     python -m tests.bench.outline_quality
     python -m tests.bench.links --acceptance 0,0.5,0.7,0.85
     python -m tests.bench.sessions
+    python -m tests.bench.admission --every 20
     python -m tests.bench.outline
     python -m tests.bench.ttft
     python -m tests.bench.load
