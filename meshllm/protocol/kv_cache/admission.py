@@ -200,7 +200,7 @@ class _AskerQueue:
         """Take the credit for tokens of a generation that has started."""
         self._turns.spend(name, tokens)
 
-    def remove(self, session: SessionId, *, spent: int = 0) -> str:
+    def remove(self, session: SessionId, spent: int) -> str:
         """Remove a generation that starts, for credit, or leaves; return the name for which."""
         name = next(name for name, sessions in self._waiting.items() if session in sessions)
         self._turns.spend(name, spent)
@@ -287,7 +287,7 @@ class Admission:
         """Remove a generation; return those that may start or go on now."""
         for asker, queue in self._waiting.items():
             if session in queue:
-                self._forget(asker, session)
+                self._forget(asker, session, 0)
                 break
         left = self._admitted.pop(session, None)
         if left and left.asker is None:
@@ -336,7 +336,7 @@ class Admission:
                     break
                 asker, session, demand = found
             self._turns.spend(asker, demand.tokens)
-            name = self._forget(asker, session, spent=demand.tokens)
+            name = self._forget(asker, session, demand.tokens)
             self._admitted[session] = _Admitted(asker, name, demand)
             self._room[session] = demand.tokens
             begun.append(session)
@@ -446,9 +446,9 @@ class Admission:
         firsts = {asker: queue.first()[1].tokens for asker, queue in self._waiting.items()}
         return self._turns.next(firsts)
 
-    def _forget(self, asker: Asker, session: SessionId, *, spent: int = 0) -> str:
+    def _forget(self, asker: Asker, session: SessionId, spent: int) -> str:
         """Remove a waiting generation; return the name for which it was asked."""
-        name = self._waiting[asker].remove(session, spent=spent)
+        name = self._waiting[asker].remove(session, spent)
         if not self._waiting[asker]:
             del self._waiting[asker]
             self._turns.leave(asker)

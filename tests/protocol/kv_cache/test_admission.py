@@ -320,6 +320,28 @@ def test_an_asker_leaves_places_of_the_queue_to_the_next_one() -> None:
     assert asked == {GREEDY: 4, MODEST: 2, "a key": 1}
 
 
+def test_who_waits_for_nothing_keeps_no_credit() -> None:
+    entry = Admission(KvBudget([]), 1)
+    entry.ask(A, 1, NOW, GREEDY)
+    entry.ask(B, 1, NOW, GREEDY)
+    entry.ask(C, 2 * QUANTUM, NOW, MODEST)
+    assert entry.leave(A, NOW) == [B]
+
+    entry.ask(D, QUANTUM - 1, NOW, GREEDY)
+    assert entry.leave(B, NOW) == [C]
+
+
+def test_what_the_owner_waits_for_takes_no_places_of_others_in_the_queue() -> None:
+    entry = admission(most=1, waiting=2)
+    entry.ask(A, 1, NOW, GREEDY)
+    entry.ask(B, 1, NOW)
+    entry.ask(C, 1, NOW, MODEST)
+    entry.ask(D, 1, NOW, MODEST)
+
+    with pytest.raises(Busy, match="3 are waiting"):
+        entry.ask(SessionId(bytes(16)), 1, NOW, MODEST)
+
+
 def test_others_leave_a_place_to_the_owner_who_asks() -> None:
     entry = admission(most=2)
     entry.ask(A, 1, NOW)
@@ -625,12 +647,12 @@ def test_paused_answers_of_others_leave_caches_to_short_ones_and_to_the_owner() 
 
 
 def test_paused_answers_of_the_owner_go_on_first() -> None:
-    entry = Admission(KvBudget([]), 2, waiting=9)
+    entry, last = Admission(KvBudget([]), 2, waiting=9), SessionId(b"z" * 16)
     started = thoughts(entry, 2)
-    entry.ask(A, THOUGHT, NOW, answer=THOUGHT)
-    assert lengthen(entry, A) == []
+    entry.ask(last, THOUGHT, NOW, answer=THOUGHT)
+    assert lengthen(entry, last) == []
 
-    assert entry.leave(started[0], NOW) == [A]
+    assert entry.leave(started[0], NOW) == [last]
 
 
 def test_an_answer_of_another_that_waits_for_room_does_not_hold_up_the_owner() -> None:

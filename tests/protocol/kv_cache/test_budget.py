@@ -245,3 +245,13 @@ def test_there_is_not_less_room_than_all_need_to_end() -> None:
 
     assert not budget.resize([3 * BLOCK])
     assert budget.resize([4 * BLOCK])
+
+
+def test_the_copy_of_a_layer_counts_for_one_alone_and_beside_kept_ones() -> None:
+    budget = KvBudget([room(4, growth=1)])
+
+    assert budget.holds(2 * BLOCK)
+    assert not budget.holds(2 * BLOCK + 1)
+    budget.reserve(A, BLOCK)
+    assert budget.has_room(2 * BLOCK)
+    assert not budget.has_room(2 * BLOCK + 1)

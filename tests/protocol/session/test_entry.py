@@ -645,6 +645,15 @@ def test_a_prompt_starts_after_a_kept_prefix() -> None:
     assert entry.reused == 2
 
 
+def test_a_cache_that_is_taken_over_has_its_room() -> None:
+    entry = Entry(TASK, PACE)
+    entry.open(0.0, replace(BASE, whole=True, capacity=99))
+    part = Entry(TASK, PACE)
+    part.open(0.0, replace(BASE, whole=False, capacity=99))
+
+    assert (entry.capacity, part.capacity) == (99, 4)
+
+
 def test_a_generation_without_a_kept_prefix_reuses_nothing() -> None:
     entry = Entry(TASK, PACE)
     entry.open(0.0)
