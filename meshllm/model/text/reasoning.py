@@ -109,16 +109,15 @@ class ReasoningParser:
 
 EFFORTS = {"minimal": 0.1, "low": 0.2, "medium": 0.5, "high": 0.8, "xhigh": 0.95}
 """Share of the tokens of an answer that may be reasoning: the rest is for what follows."""
-
-
 EFFORT_TOKENS = 4096
-"""Tokens of an answer without a limit, of which the reasoning is a share."""
+"""Those of an answer without a limit, of which the reasoning is such a share."""
 
 
 def most_of_effort(effort: str | None, max_tokens: int | None) -> int | None:
     """Return the most tokens of reasoning of an effort; None if it sets no limit."""
     share = EFFORTS.get(effort or "")
-    return None if share is None else int(share * (max_tokens or EFFORT_TOKENS))
+    most = EFFORT_TOKENS if max_tokens is None else max_tokens
+    return None if share is None else int(share * most)
 
 
 class ReasoningLimit:

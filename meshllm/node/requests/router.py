@@ -13,9 +13,8 @@ for the models (`AskModels`), since it knows no records of the mesh. Only the en
 
 An ingress has at most `MAX_FORWARDED` requests at an entry or a provider, beside as many whose
 answers have become long. Further ones wait here: those of its owner first, the others in turns, as
-at the entry. When `MAX_WAITING` of the owner
-wait, the next is refused. So is one whose asker has too many `HeldBytes`, wherever its requests
-wait or run.
+at the entry. When `MAX_WAITING` of the owner wait, the next is refused. So is one whose asker has
+too many `HeldBytes`, wherever its requests wait or run.
 
 A request for a name goes to the quantisation that the name means when it comes, also if the name
 means another one after a loss. `NAME@PRECISION` means rings of that precision, and no provider.
@@ -318,8 +317,8 @@ class RequestRouter:
         """Yield the events of a request from the entry, wherever it is; survive the loss of a ring.
 
         Before them comes a `Waiting` for each reason why no ring serves the model; later there are
-        some while the answer has no room to go on.
-        ``asker`` is the client that sent it; None is the owner of this node.
+        some while the answer has no room to go on. ``asker`` is the client that sent it; None is
+        the owner of this node.
 
         Raises:
             MeshError: the request cannot be served, or no ring answered it.

@@ -497,7 +497,7 @@ class EntryNode:
                 measured = generation.gauge.measured(tallies, round_trip_us, reused)
                 generation.outputs.put_nowait(Ended(reason, measured))
         generation.closed.set()
-        if self._lost is None:
+        if self._lost is None:  # else nothing can go on
             self._queue.end_of(session)
 
     def _keep(self, session: SessionId, generation: Generation) -> None:

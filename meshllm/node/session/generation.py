@@ -62,9 +62,9 @@ class GenerationRequest:
     prompt: tuple[int, ...]
     sampling: Sampling
     max_tokens: int | None
-    """None is a part of those for which there is room, see `EntryNode`,"""
+    """Most tokens of the answer; None is a share of those for which KV caches have room."""
     bound: int | None = field(default=None, kw_only=True)
-    """and no more than these."""
+    """Most tokens of an answer without ``max_tokens``, as a quota leaves no more."""
     given: tuple[int, ...] = field(default=(), kw_only=True)
     """Tokens of the answer that an earlier ring sampled; they are prefilled with the prompt."""
     resume: Resumable | None = field(default=None, kw_only=True)

@@ -181,7 +181,7 @@ class _AskerQueue:
         return firsts[self._turns.next({name: each.tokens for name, (_, each) in firsts.items()})]
 
     def first_short(self) -> tuple[SessionId, _Demand] | None:
-        """Return the short generation that is next of those that need no more than their room."""
+        """Return the short generation that is next and fits into `SHORT_ROOM`, if there is one."""
         found = dict[str, tuple[SessionId, _Demand]]()
         for name, sessions in self._waiting.items():
             for session, demand in sessions.items():
@@ -201,7 +201,7 @@ class _AskerQueue:
         self._turns.spend(name, tokens)
 
     def remove(self, session: SessionId, spent: int) -> str:
-        """Remove a generation that starts, for credit, or leaves; return the name for which."""
+        """Remove a generation that starts, for so much credit, or leaves; return its name."""
         name = next(name for name, sessions in self._waiting.items() if session in sessions)
         self._turns.spend(name, spent)
         del self._waiting[name][session]
@@ -363,12 +363,12 @@ class Admission:
         return begun, [self._admitted[each] for each in blocked]
 
     def _is_passing(self, session: SessionId) -> bool:
-        """Whether one that is paused need not wait for a generation: it is so too, or ends soon."""
+        """Whether a generation holds up no other for long: it is paused, over, or short."""
         is_over = session in self._paused or session in self._ended
         return is_over or self._admitted[session].demand.is_short
 
     def _is_long(self, session: SessionId) -> bool:
-        """Whether the answer of a generation that needs more room is long."""
+        """Whether an answer that asks for more room is long with it."""
         found = self._admitted[session]
         return self._room[session] >= found.demand.prompt + SHORT_ANSWER
 
@@ -389,13 +389,14 @@ class Admission:
         """
         running = [each for each in self._admitted if each not in self._paused]
         long = [each for each in running if each in self._long]
-        return self._has_less(running, asker, self._most, others) and (
-            not is_long or self._has_less(long, asker, self._most - 1, others - 1)
+        return self._are_fewer(running, asker, self._most, others) and (
+            not is_long or self._are_fewer(long, asker, self._most - 1, others - 1)
         )
 
-    def _has_less(
+    def _are_fewer(
         self, sessions: Collection[SessionId], asker: Asker, most: int, others: int
     ) -> bool:
+        """Return whether these are fewer than ``most``, and those of others than ``others``."""
         theirs = sum(self._admitted[each].asker is not None for each in sessions)
         return len(sessions) < max(1, most) and (asker is None or theirs < max(1, others))
 

@@ -569,24 +569,26 @@ def test_answers_start_with_room_for_their_first_tokens_and_ask_for_more() -> No
     assert entry.grow(A, 2 * QUANTUM, NOW) == [A]
 
 
-def test_an_answer_pauses_where_the_others_could_not_end_and_goes_on_when_one_has() -> None:
+def with_a_paused_one() -> Admission:
+    """Answers A and B, of which B is paused: if it had more room, neither could end."""
     entry = of_tokens(THOUGHT + 2 * QUANTUM)
     for session in (A, B):
         entry.ask(session, THOUGHT, NOW, answer=THOUGHT)
-
     assert entry.grow(A, 3 * QUANTUM, NOW) == [A]
-    assert entry.grow(B, 3 * QUANTUM, NOW) == []  # then neither could end
+    assert entry.grow(B, 3 * QUANTUM, NOW) == []
+    return entry
+
+
+def test_an_answer_pauses_where_the_others_could_not_end_and_goes_on_when_one_has() -> None:
+    entry = with_a_paused_one()
+
     assert lengthen(entry, A) == [A]
     assert entry.leave(A, NOW) == [B]
     assert entry.leave(B, NOW) == []
 
 
 def test_a_paused_answer_that_leaves_needs_nothing() -> None:
-    entry = of_tokens(THOUGHT + 2 * QUANTUM)
-    for session in (A, B):
-        entry.ask(session, THOUGHT, NOW, answer=THOUGHT)
-    entry.grow(A, 3 * QUANTUM, NOW)
-    assert entry.grow(B, 3 * QUANTUM, NOW) == []
+    entry = with_a_paused_one()
 
     assert entry.leave(B, NOW) == []
     assert entry.grow(B, 4 * QUANTUM, NOW) == []
@@ -679,29 +681,29 @@ def test_room_without_a_place_lets_no_paused_answer_go_on() -> None:
     assert entry.leave(C, NOW) == [B]
 
 
-@pytest.mark.parametrize("beside", ["short", "ended"])
-def test_what_is_short_or_has_ended_does_not_keep_paused_answers_from_all_room(beside: str) -> None:
+@pytest.mark.parametrize(
+    ("answer", "has_ended", "goes_on"),
+    [(QUANTUM, False, True), (SHORT_ROOM, True, True), (SHORT_ROOM, False, False)],
+)
+def test_a_paused_answer_may_take_all_room_beside_what_is_short_or_has_ended(
+    answer: int, has_ended: bool, goes_on: bool
+) -> None:
     entry = of_tokens(THOUGHT + SHORT_ROOM)
     for session in (A, B):
         entry.ask(session, THOUGHT, NOW, GREEDY, answer=THOUGHT)
     assert entry.grow(A, THOUGHT - 4 * QUANTUM, NOW) == [A]
-    entry.ask(C, 1, NOW, answer=1 if beside == "short" else 0)
-    if beside == "ended":
+    assert entry.ask(C, answer, NOW, answer=answer) == [C]
+    if has_ended:
         entry.end(C, NOW)
-        assert entry.grow(C, 2, NOW) == []
+        assert entry.grow(C, SHORT_ROOM, NOW) == []
     assert entry.grow(B, 3 * QUANTUM, NOW) == [B]
     assert entry.grow(B, 5 * QUANTUM, NOW) == []
 
-    (going,) = entry.grow(A, THOUGHT - 3 * QUANTUM, NOW)
-    assert going == A
+    assert entry.grow(A, THOUGHT - 3 * QUANTUM, NOW) == [A] * goes_on
 
 
 def test_a_paused_answer_that_has_ended_needs_no_room() -> None:
-    entry = of_tokens(THOUGHT + 2 * QUANTUM)
-    for session in (A, B):
-        entry.ask(session, THOUGHT, NOW, answer=THOUGHT)
-    entry.grow(A, 3 * QUANTUM, NOW)
-    assert entry.grow(B, 3 * QUANTUM, NOW) == []
+    entry = with_a_paused_one()
 
     assert entry.end(B, NOW) == []
     assert entry.leave(A, NOW) == []
