@@ -8,6 +8,7 @@ import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,8 @@ def pytest_configure(config: pytest.Config) -> None:
     The model is imported as the command line does; a process that only divides tests among workers
     imports no test.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background by a script
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # processes of tests inherit it
     if "PYTEST_XDIST_WORKER" not in os.environ:
         cache = tempfile.TemporaryDirectory(prefix="meshllm-tests-")
         config.add_cleanup(cache.cleanup)
@@ -127,7 +130,8 @@ def _trials(request: pytest.FixtureRequest, _state: None) -> Iterator[None]:
     """Let rings try the kernels of each kind of layer once for all workers, and never warm up.
 
     What a trial finds is tested in `tests/model`, where each load runs one; a warm-up in
-    `tests/node/compute/test_warm_up.py`. Nodes of processes warm up.
+    `tests/node/compute/test_warm_up.py`. Nodes of processes warm up. The shape of a model is
+    measured once, too, and code stays mapped.
     """
     folder = request.path.relative_to(Path(__file__).parent).parts[0]
     if folder not in (*RINGS, *WARM):
@@ -139,7 +143,14 @@ def _trials(request: pytest.FixtureRequest, _state: None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("meshllm.model.steps.runner.try_steps", CachedTrial(cache_path()))
         if folder in RINGS:
+            from meshllm.model.capacity import shape_of
+
+            def known_shape(source: Any, dtype: Any, quant: Any, _: Path | None) -> Any:
+                return shape_of(source, dtype, quant, cache_path())
+
             patch.setattr("meshllm.node.ring.runtime.WarmUp", NoWarmUp)
+            patch.setattr("meshllm.node.ring.model_runtime.shape_of", known_shape)
+            patch.setattr("meshllm.model.shape._unmap_code", lambda: None)
         yield
 
 

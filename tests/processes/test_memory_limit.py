@@ -13,7 +13,7 @@ from tests.processes.fleet import ALONE, Fleet, Node, open_fleet
 
 OFFER = 840 << 20
 """Bytes: the process itself, and KV cache for tens of thousands of tokens."""
-SESSIONS, CONVERSATIONS, TURNS = 16, 20, 10
+SESSIONS, CONVERSATIONS, TURNS = 16, 8, 6
 LONG = "Tell me a story about a ring of machines. " * 100
 
 pytestmark = [

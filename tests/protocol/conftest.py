@@ -7,9 +7,10 @@ import tests.hypothesis_settings  # noqa: F401
 
 @pytest.hookimpl(trylast=True)  # hypothesis marks its tests in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Measure coverage by examples alone: hypothesis runs the same lines hundreds of times.
+    """Measure coverage by short examples alone.
 
-    Tracing costs a property most of its time, and what only a random example reaches is not tested.
+    Hypothesis and the long histories marked `no_cover` run the same lines hundreds of times, most
+    of which is tracing; and what only a random example reaches is not tested.
     """
     for item in items:
         if item.get_closest_marker("hypothesis"):

@@ -24,7 +24,7 @@ from tests.simulation.schedule import Schedule
 from tests.simulation.world import World
 
 BLOCK = 15  # schedules, in parts that run in parallel
-IN_GATE = 8  # blocks: 120 schedules, which take 40 s of one core
+IN_GATE = 4  # blocks: 60 schedules, which take 15 s of one core
 BLOCKS = [
     *range(IN_GATE),
     *(pytest.param(block, marks=pytest.mark.slow) for block in range(IN_GATE, 60)),

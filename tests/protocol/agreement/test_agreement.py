@@ -718,6 +718,7 @@ def test_a_contradictory_charter_is_reported() -> None:
     assert world.agree().plan is None
 
 
+@pytest.mark.no_cover
 def test_a_full_mesh_agrees() -> None:
     nodes = [node(number) for number in range(1, 65)]
     world = World({at: profile(1) for at in nodes}, charter(4))

@@ -161,6 +161,7 @@ def feed(room: WaitingRoom, prompts: int, tokens: int, pace: Pace) -> Fed:
     return fed
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize(("chunk", "window"), [(4096, 16), (1500, 4), (1024, 8), (64, 16)])
 def test_prompts_of_all_sessions_never_exceed_the_room(chunk: int, window: int) -> None:
     room, tokens = WaitingRoom(ROW), 20_000

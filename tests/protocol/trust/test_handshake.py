@@ -138,6 +138,7 @@ def test_a_refusal_is_as_published() -> None:
     assert talk.listener.receive(b"?") == []
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("number", [0, REKEY_MESSAGES])
 def test_links_seal_as_published(number: int) -> None:
     for link in PUBLISHED["talks"][0]["links"].values():
@@ -692,6 +693,7 @@ def test_secrets_are_not_in_the_repr() -> None:
         assert repr(secret) not in shown
 
 
+@pytest.mark.no_cover
 @pytest.mark.property
 def test_mutated_handshakes_end_in_one_refusal() -> None:
     outcomes = fuzz(3000, seed=1)
