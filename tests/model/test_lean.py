@@ -2,7 +2,6 @@ import os
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 from transformers.utils import import_utils
@@ -52,22 +51,40 @@ COMPARE = """
 """
 
 
-def run(cache: Path, *codes: str) -> list[str]:
+DAMAGE = """
+    import os
+    from pathlib import Path
+    (record,) = Path(os.environ["XDG_CACHE_HOME"], "meshllm").glob("*.json")
+    written = record.read_text()
+    record.write_text('{"pairs": 3}')
+"""
+REPAIRED = """
+    print(record.read_text() == written)
+"""
+EACH = """
+    import os, sys
+    import meshllm.model.lean  # and torch with it, once for all
+    for code in sys.argv[1:]:
+        if not os.fork():
+            exec(code, {})
+            sys.exit()
+        assert os.wait()[1] == 0
+        print("end", flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def scanned(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
+    """What processes tell that fill a cache, find it full, and find it damaged."""
+    codes = [SPY + LOOK + COMPARE, LOOK, DAMAGE + LOOK + REPAIRED]
     done = subprocess.run(
-        [sys.executable, "-c", "".join(map(textwrap.dedent, codes))],
-        env={**os.environ, "XDG_CACHE_HOME": str(cache)},
+        [sys.executable, "-c", *map(textwrap.dedent, (EACH, *codes))],
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))},
         capture_output=True,
         text=True,
         check=True,
     )
-    return done.stdout.split()
-
-
-@pytest.fixture(scope="module")
-def scanned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """A cache that a process has filled, and what that process told."""
-    cache = tmp_path_factory.mktemp("cache")
-    return cache, run(cache, SPY, LOOK, COMPARE)
+    return [each.split() for each in done.stdout.split("end\n")[:-1]]
 
 
 @pytest.fixture(scope="module")
@@ -139,11 +156,9 @@ def test_models_on_meta_are_the_same_without_a_compiler(found: dict[str, str]) -
 
 
 def test_the_scan_splits_little_and_finds_what_transformers_does(
-    scanned: tuple[Path, list[str]],
+    scanned: list[list[str]],
 ) -> None:
-    _, told = scanned
-
-    assert told[4:] == ["True", "True", "True"]
+    assert scanned[0][4:] == ["True", "True", "True"]
 
 
 @pytest.mark.parametrize(
@@ -165,14 +180,9 @@ def test_the_last_exports_of_a_module_are_found(text: str) -> None:
     assert fetch(_last_exports(text)) == fetch(text)
 
 
-def test_transformers_is_scanned_once_per_machine(scanned: tuple[Path, list[str]]) -> None:
-    cache, told = scanned
-    first, second = told[:4], run(cache, LOOK)
-    (record,) = (cache / "meshllm").glob("*.json")
-    written = record.read_text()
-    record.write_text('{"pairs": 3}')
+def test_transformers_is_scanned_once_per_machine(scanned: list[list[str]]) -> None:
+    first, (second, third) = scanned[0][:4], scanned[1:]
 
     assert first == ["True", *second[1:]]
     assert second[:3] == ["False", "gpt2", "transformers.utils.import_utils"]
-    assert run(cache, LOOK) == first
-    assert record.read_text() == written
+    assert third == [*first, "True"]  # the record is as before

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from meshllm.config import cache_path
 from meshllm.errors import ModelError, ModelMissing, OutOfMemory, UserError
 from meshllm.model.capacity import shape_of
 from meshllm.model.files import manifest
 from meshllm.model.files.source import Source, resolve
 from meshllm.model.shape import process_memory
+from meshllm.model.timing import Speed, measure_speed
 from meshllm.names import Digest, Quant, Span, WireMode
 from meshllm.node.compute.worker import Worker
 from meshllm.node.preparation import Preparation
@@ -26,6 +29,16 @@ from meshllm.testing.models import tiny_model
 from tests.builders.node_options import node_options
 
 EMPTY = Profile("desk", "1", (), 0)
+
+
+@pytest.fixture(autouse=True)
+def _measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure the speed with a model once for all offers, which have caches of their own."""
+
+    def measure(source: Source, dtype: torch.dtype, _: Path, *where: Any) -> Speed:
+        return measure_speed(source, dtype, cache_path(), *where)
+
+    monkeypatch.setattr("meshllm.node.preparation.measure_speed", measure)
 
 
 def prepare(folder: Path, **wishes: Any) -> Preparation:

@@ -42,7 +42,7 @@ def test_its_capacity_is_where_queues_start_to_grow(case: str) -> None:
     def mean_s(share: float) -> float:
         load = replace(CHAT, rate=share * capacity)
         # Long enough for the queue of an overload to dominate, whatever the places.
-        return simulate([SimulatedReplica(0, option.engine)], sample([load], 8000)).mean_s
+        return simulate([SimulatedReplica(0, option.engine)], sample([load], 4000)).mean_s
 
     assert mean_s(0.8) < 2.5 * mean_s(0.1)
     assert mean_s(1.5) > 4 * mean_s(0.8)

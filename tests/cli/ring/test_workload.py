@@ -11,12 +11,13 @@ from tests.builders.status import status_of, with_ring
 from tests.builders.workloads import PAIR, mesh_with_costs, without_load
 from tests.cli.conftest import Invoke
 
-REQUESTS = 500  # simulated; the placements are those of the 4000 that the command has
+REQUESTS, SAMPLES = 125, 2  # few: only what is told of the placements matters here
 
 
 @pytest.fixture(autouse=True)
 def _few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshllm.scheduler.schedule.REQUESTS", REQUESTS)
+    monkeypatch.setattr("meshllm.scheduler.schedule.SAMPLES", SAMPLES)
 
 
 def test_a_workload_is_placed_and_explained(meshllm: Invoke, pair: Path) -> None:

@@ -16,11 +16,13 @@ from meshllm.names import SessionId
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.local_ring import EPOCH, LocalRing, RingOptions, open_local_ring
 from meshllm.node.ring.model_runtime import ModelRuntime
+from meshllm.node.session import entry
 from meshllm.node.session.entry import EntryNode
 from meshllm.node.session.wire import sealed
 from meshllm.protocol.kv_cache import admission
 from meshllm.protocol.kv_cache.admission import MAX_OPEN_SESSIONS
 from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget, Room
+from meshllm.protocol.session import entry as protocol_entry
 from meshllm.protocol.session.blob import session_key
 from meshllm.protocol.session.messages import (
     Data,
@@ -97,22 +99,24 @@ async def test_sessions_wait_for_memory_and_all_are_served(
 async def test_answers_that_grow_into_the_memory_pause_and_none_is_lost(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for module in (admission, entry, protocol_entry):
+        monkeypatch.setattr(module, "QUANTUM", 128)  # room that an answer asks for at a time
     most = 0
-    async with ring_with(llama, monkeypatch, 7) as ring:
+    async with ring_with(llama, monkeypatch, 3) as ring:
 
         async def watched() -> list[int]:
             nonlocal most
             tokens = []
-            async for token in ring.tokens(PROMPT, Sampling(), 760):
+            async for token in ring.tokens(PROMPT, Sampling(), 300):
                 tokens.append(token)
                 most = max(most, ring.entry.sessions)
             return tokens
 
         one, other = await asyncio.gather(watched(), watched())
 
-        assert most == 2  # with room for 760 tokens each, one would fit
+        assert most == 2  # with room for 300 tokens each, one would fit
         assert one == other
-        assert len(one) == 760
+        assert len(one) == 300
         assert ring.entry.budget.live_bytes == 0
 
 

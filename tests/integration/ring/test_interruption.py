@@ -104,10 +104,10 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     [
         ("llama", 1, False),
         ("llama", 2, True),
-        ("llama", 30, False),
-        ("qwen3", 1, True),
-        ("qwen3", 2, False),
         ("qwen3", 30, True),
+        pytest.param("llama", 30, False, marks=pytest.mark.slow),
+        pytest.param("qwen3", 1, True, marks=pytest.mark.slow),
+        pytest.param("qwen3", 2, False, marks=pytest.mark.slow),
     ],
     indirect=["folder"],
 )

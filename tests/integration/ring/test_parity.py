@@ -19,10 +19,11 @@ SIZES = (1, 2, 3, 4)
 TOKENS = 12
 
 
-def prompts(ring: LocalRing) -> list[list[int]]:
+def prompts(ring: LocalRing, most: int) -> list[list[int]]:
     cases = tomllib.loads(HELDOUT.read_text(encoding="utf-8"))["case"]
     return [
-        ring.text.encode_chat([{"role": "user", "content": case["turns"][0]}]) for case in cases
+        ring.text.encode_chat([{"role": "user", "content": case["turns"][0]}])
+        for case in cases[:most]
     ]
 
 
@@ -45,11 +46,9 @@ async def texts(nodes: int, most: int, *samplings: Sampling) -> list[list[list[i
     """Return the answers to prompts, for each sampling."""
     options = RingOptions(nodes=nodes, inference=InferenceConfig(dtype="float32", threads=1))
     async with open_local_ring(resolve("builtin"), options) as ring:
+        asked = prompts(ring, most)
         return [
-            [
-                [token async for token in ring.tokens(prompt, sampling, TOKENS)]
-                for prompt in prompts(ring)[:most]
-            ]
+            [[token async for token in ring.tokens(prompt, sampling, TOKENS)] for prompt in asked]
             for sampling in samplings
         ]
 
@@ -58,11 +57,11 @@ async def encoded(most: int) -> list[list[int]]:
     async with open_local_ring(
         resolve("builtin"), RingOptions(inference=InferenceConfig(threads=1))
     ) as ring:
-        return prompts(ring)[:most]
+        return prompts(ring, most)
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("most", [12, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("most", [8, pytest.param(200, marks=pytest.mark.slow)])
 def test_rings_of_1_to_4_nodes_match_transformers(most: int) -> None:
     source = resolve("builtin")
     expected = reference(source, asyncio.run(encoded(most)))
@@ -74,16 +73,16 @@ def test_rings_of_1_to_4_nodes_match_transformers(most: int) -> None:
 
 
 def test_a_seed_gives_the_same_text_on_every_ring() -> None:
-    sampling = Sampling(temperature=0.8, top_p=0.95, seed=7)
+    sampling = Sampling(temperature=3.0, top_p=0.95, seed=7)
 
-    rings = [asyncio.run(texts(nodes, 8, sampling)) for nodes in SIZES]
+    rings = [asyncio.run(texts(nodes, 4, sampling)) for nodes in SIZES]
 
     assert all(ring == rings[0] for ring in rings)
 
 
 def test_another_seed_gives_another_text() -> None:
-    samplings = [Sampling(temperature=0.8, seed=seed) for seed in (1, 2)]
+    samplings = [Sampling(temperature=3.0, seed=seed) for seed in (1, 2)]
 
-    first, second = asyncio.run(texts(2, 10, *samplings))
+    first, second = asyncio.run(texts(2, 2, *samplings))
 
     assert first != second

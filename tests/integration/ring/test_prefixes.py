@@ -60,14 +60,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return cache(lambda name: tiny_model(tmp_path_factory.mktemp(name), name).folder)
 
 
-@pytest.fixture(params=["llama", "gemma3_text", "lfm2", "qwen3_next"])
-def family(request: pytest.FixtureRequest, model: Callable[[str], Path]) -> Path:
-    """Full attention, sliding windows, and recurrent states, which cannot be rolled back."""
-    return model(request.param)
+FAMILIES = {"llama": 3, "gemma3_text": 1, "lfm2": 3, "qwen3_next": 1}
+"""Full attention, sliding windows, and recurrent states, which cannot be rolled back; the size of
+a ring for each, and the other one is slow."""
 
 
-@pytest.mark.parametrize("nodes", [1, 3])
-async def test_a_chat_turn_prefills_only_its_new_tokens(family: Path, nodes: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "nodes"),
+    [
+        pytest.param(name, nodes, marks=[] if nodes == gated else [pytest.mark.slow])
+        for name, gated in FAMILIES.items()
+        for nodes in (1, 3)
+    ],
+)
+async def test_a_chat_turn_prefills_only_its_new_tokens(
+    model: Callable[[str], Path], name: str, nodes: int
+) -> None:
+    family = model(name)
     async with ring_of(family, nodes) as ring:
         first, _ = await ask(ring, PROMPT)
         turn = (*PROMPT, *first, *MORE)

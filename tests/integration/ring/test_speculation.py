@@ -32,10 +32,12 @@ from tests.builders.oracle import Oracle
 PROMPT = (5, 9, 13, 5, 9, 13, 7, 5, 9)
 TOKENS = 32
 SAMPLINGS = (Sampling(), Sampling(temperature=0.8, seed=3, repetition_penalty=1.1))
+BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 
 
-@pytest.fixture(scope="module", params=[torch.bfloat16, torch.float32], ids=str)
+@pytest.fixture(scope="module")
 def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Source:
+    """A model of the dtype that a test names."""
     return tiny_model(tmp_path_factory.mktemp("qwen3"), "qwen3", dtype=request.param)
 
 
@@ -125,14 +127,18 @@ def _plain_text(folder: Path, sampling: Sampling) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "sampling"),
+    ("source", "nodes", "sampling"),
     [
-        (1, SAMPLINGS[0]),
-        (2, SAMPLINGS[1]),
-        (3, SAMPLINGS[0]),
-        pytest.param(4, SAMPLINGS[1], marks=pytest.mark.slow),
+        (BFLOAT16, 1, SAMPLINGS[0]),
+        (BFLOAT16, 3, SAMPLINGS[0]),
+        (FLOAT32, 2, SAMPLINGS[1]),
+        pytest.param(BFLOAT16, 2, SAMPLINGS[1], marks=pytest.mark.slow),
+        pytest.param(BFLOAT16, 4, SAMPLINGS[1], marks=pytest.mark.slow),
+        pytest.param(FLOAT32, 1, SAMPLINGS[0], marks=pytest.mark.slow),
+        pytest.param(FLOAT32, 3, SAMPLINGS[0], marks=pytest.mark.slow),
+        pytest.param(FLOAT32, 4, SAMPLINGS[1], marks=pytest.mark.slow),
     ],
-    ids=["1-greedy", "2-sampled", "3-greedy", "4-sampled"],
+    indirect=["source"],
 )
 def test_good_and_bad_drafts_give_the_same_text(
     source: Source, sampling: Sampling, nodes: int
@@ -147,7 +153,13 @@ def test_good_and_bad_drafts_give_the_same_text(
         assert found[0][1].measured.tokens_per_step > 1
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "phi3", "gpt_neox", "mixtral", "lfm2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("gemma3_text", "gpt_neox", "mixtral", "lfm2"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "phi3")),
+    ],
+)
 def test_a_text_of_any_family_is_the_same(name: str, tmp_path: Path) -> None:
     source = tiny_model(tmp_path, name, dtype=torch.bfloat16)
     text = plain_text(source, SAMPLINGS[1])
@@ -156,7 +168,18 @@ def test_a_text_of_any_family_is_the_same(name: str, tmp_path: Path) -> None:
     assert asyncio.run(answer(source, oracle, SAMPLINGS[1], nodes=3))[0] == text
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("source", "seed"),
+    [
+        (BFLOAT16, 0),
+        (FLOAT32, 1),
+        pytest.param(BFLOAT16, 1, marks=pytest.mark.slow),
+        pytest.param(BFLOAT16, 2, marks=pytest.mark.slow),
+        pytest.param(FLOAT32, 0, marks=pytest.mark.slow),
+        pytest.param(FLOAT32, 2, marks=pytest.mark.slow),
+    ],
+    indirect=["source"],
+)
 def test_delays_change_no_token(source: Source, seed: int) -> None:
     shape = Shape(delay_s=0.01, jitter_s=0.05, loss=0.2, seed=seed)
     text = plain_text(source, SAMPLINGS[1])
@@ -165,23 +188,28 @@ def test_delays_change_no_token(source: Source, seed: int) -> None:
     assert tokens == text
 
 
+FAR = Shape(delay_s=0.1)
+
+
+@cache
+def plain_answer(folder: Path) -> tuple[list[int], Ended]:
+    """Return the answer of a ring of three far nodes without drafts."""
+    return run_virtual(answer(resolve(str(folder)), None, nodes=3, shape=FAR))
+
+
 def test_good_drafts_save_steps(bfloat16: Source) -> None:
-    shape = Shape(delay_s=0.1)
-    text = plain_text(bfloat16, SAMPLINGS[0])
-    _, plain = run_virtual(answer(bfloat16, None, nodes=3, shape=shape))
+    text, plain = plain_answer(bfloat16.folder)
     oracle = Oracle((*PROMPT, *text), 1.0)
-    _, fast = run_virtual(answer(bfloat16, oracle, nodes=3, shape=shape))
+    _, fast = run_virtual(answer(bfloat16, oracle, nodes=3, shape=FAR))
 
     assert plain.measured.tokens_per_step == 1
     assert fast.measured.token_s < plain.measured.token_s / 3
 
 
 def test_useless_drafts_cost_no_step(bfloat16: Source) -> None:
-    shape = Shape(delay_s=0.1)
-    text = plain_text(bfloat16, SAMPLINGS[0])
-    _, plain = run_virtual(answer(bfloat16, None, nodes=3, shape=shape))
+    text, plain = plain_answer(bfloat16.folder)
     oracle = Oracle((*PROMPT, *text), 0.0)
-    _, slow = run_virtual(answer(bfloat16, oracle, nodes=3, shape=shape))
+    _, slow = run_virtual(answer(bfloat16, oracle, nodes=3, shape=FAR))
 
     assert slow.measured.token_s < plain.measured.token_s * 1.02
 
@@ -311,7 +339,16 @@ def test_drafts_are_judged_beside_the_steps_that_run_with_them(
     assert max(sum(found) / len(found) for found in each) > 0.9
 
 
-@pytest.mark.parametrize("nodes", [1, 3])
+@pytest.mark.parametrize(
+    ("source", "nodes"),
+    [
+        (BFLOAT16, 3),
+        (FLOAT32, 1),
+        pytest.param(BFLOAT16, 1, marks=pytest.mark.slow),
+        pytest.param(FLOAT32, 3, marks=pytest.mark.slow),
+    ],
+    indirect=["source"],
+)
 def test_batched_sessions_each_have_their_own_text(source: Source, nodes: int) -> None:
     prompts = [PROMPT, PROMPT[::-1], PROMPT[:2], (*PROMPT, *PROMPT), (1,), (2, 2), (3,), (4, 1)]
 

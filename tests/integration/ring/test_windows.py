@@ -149,7 +149,13 @@ def texts(source: Source) -> list[list[int]]:
     return [text for text, _ in asyncio.run(answers(source, None, *orders, nodes=1))]
 
 
-@pytest.mark.parametrize(("nodes", "depth"), [(1, 8), (2, 8), (3, 8), (4, 8), (3, 1)])
+@pytest.mark.parametrize(
+    ("nodes", "depth"),
+    [
+        *((1, 8), (4, 8), (3, 1)),
+        *(pytest.param(nodes, 8, marks=pytest.mark.slow) for nodes in (2, 3)),
+    ],
+)
 @pytest.mark.usefixtures("bold")
 def test_every_drafter_gives_the_same_text(
     source: Source, texts: list[list[int]], nodes: int, depth: int
@@ -167,7 +173,9 @@ def test_every_drafter_gives_the_same_text(
         assert tokens == texts[sampling == SAMPLED], drafting
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "mistral", "lfm2"])
+@pytest.mark.parametrize(
+    "name", ["gemma3_text", pytest.param("mistral", marks=pytest.mark.slow), "lfm2"]
+)
 @pytest.mark.usefixtures("bold")
 def test_windows_and_recurrent_states_give_the_same_text(name: str, tmp_path: Path) -> None:
     source = tiny_model(tmp_path, name, dtype=torch.bfloat16)

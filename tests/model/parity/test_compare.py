@@ -1,3 +1,4 @@
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ HYBRID = ["qwen3_next", "jamba", "falcon_h1", "granitemoehybrid"]
 STATE = ["mamba", "mamba2"]
 CONVOLUTION = ["lfm2", "lfm2_moe"]
 ALIKE = [  # built like another family here: only the slow tests run them too
-    *("qwen2", "stablelm", "qwen3_moe", "olmoe", "granitemoe", "olmo3", "lfm2_moe"),
+    *("qwen2", "qwen3", "stablelm", "biogpt", "qwen3_moe", "olmoe", "granitemoe", "olmo3"),
+    *("lfm2_moe", "qwen3_5_moe"),
 ]
 FORGETFUL = ["jamba", "mamba"]  # whose stock forward drops its state in a second chunk
 EYE = {
@@ -43,6 +45,12 @@ EYE = {
     "num_position_embeddings": 16,
 }
 """A tiny vision tower: each config class takes the fields that it has."""
+
+
+def families(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=[pytest.mark.slow] if name in ALIKE else []) for name in names]
+
+
 FEW = Depth(layouts=("3", "entry"), crops=(1, 8))
 
 
@@ -50,13 +58,7 @@ ATTENTION = [*DENSE, *EXPERTS, *SLIDING, *ALIBI]
 STATES = [*HYBRID, *STATE, *CONVOLUTION]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] if name in ALIKE else [])
-        for name in [*ATTENTION, *STATES]
-    ],
-)
+@pytest.mark.parametrize("name", families([*ATTENTION, *STATES]))
 def test_the_parts_are_the_whole(name: str) -> None:
     verdict = measure(tiny_config(name, read_table()), FEW)
 
@@ -73,7 +75,7 @@ def test_the_parts_are_the_whole_in_bfloat16(name: str) -> None:
     assert measure(tiny_config(name, read_table()), depth).reason == ""
 
 
-@pytest.mark.parametrize("name", read_table().wrappers)
+@pytest.mark.parametrize("name", families(read_table().wrappers))
 def test_the_text_model_of_a_wrapper_is_split(name: str, tmp_path: Path) -> None:
     kind = CONFIG_MAPPING[name]
     eye = {key: size for key, size in EYE.items() if hasattr(kind().vision_config, key)}

@@ -1,6 +1,7 @@
 """oneMKL is warmed up with one number, before several threads use it."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -22,34 +23,45 @@ from meshllm.model.lean import lean
 with lean(), Spy():
     from meshllm.model.files.source import load_stock, resolve
     from meshllm.model.parity.compare import random_model
-    from meshllm.model.split.onemkl import rounds_by_alignment
+    from meshllm.model.split.onemkl import rounds_by_alignment, warm_up_onemkl
     from meshllm.model.split.skeleton import build
     source = resolve("builtin")
 
-print("imported")
-with Spy():
-    {call}
-print(rounds_by_alignment())
-"""
-_CALLS = {
-    "build": "build(source.config, torch.float32)",
-    "load a stock model": "load_stock(source, torch.float32)",
-    "make a random model": "random_model(source.config, torch.float32).__enter__()",
+calls = {
+    "build": lambda: build(source.config, torch.float32),
+    "load a stock model": lambda: load_stock(source, torch.float32),
+    "make a random model": lambda: random_model(source.config, torch.float32).__enter__(),
 }
+for name, call in calls.items():
+    print(f"[{name}]")
+    warm_up_onemkl.cache_clear()  # as if it were the first one
+    with Spy():
+        call()
+    print(rounds_by_alignment())
+"""
 
 
-@pytest.mark.parametrize("call", _CALLS.values(), ids=_CALLS)
-def test_what_makes_a_model_warms_up_every_function_before_it_computes(call: str) -> None:
-    stdout, stderr = probe(SPY.replace("{call}", call))
-    before, _, after = stdout.partition("imported\n")
-    *called, depends = after.splitlines()
+@pytest.fixture(scope="module")
+def spied() -> dict[str, str]:
+    """What one process computes: while it imports, and then by what it calls."""
+    stdout, stderr = probe(SPY)
+    assert stderr == ""
+    parts = re.split(r"^\[(.*)\]\n", stdout, flags=re.MULTILINE)
+    return {"import": parts[0], **dict(zip(parts[1::2], parts[2::2], strict=True))}
+
+
+@pytest.mark.parametrize("call", ["build", "load a stock model", "make a random model"])
+def test_what_makes_a_model_warms_up_every_function_before_it_computes(
+    spied: dict[str, str], call: str
+) -> None:
+    *called, depends = spied[call].splitlines()
     first = called[: 2 * len(FUNCTIONS)]
 
-    assert before == ""
+    assert spied["import"] == ""
     assert {*first} == {
         f"{name} torch.{dtype} 1" for name in FUNCTIONS for dtype in ("float32", "float64")
     }
-    assert (depends, stderr) == ("False", "")  # products are reproducible, though torch was first
+    assert depends == "False"  # products are reproducible, though torch was first
 
 
 def test_products_do_not_depend_on_alignment() -> None:

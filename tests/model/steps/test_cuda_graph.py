@@ -39,6 +39,13 @@ def llama_source(llama: Path) -> Source:
     return open_folder("llama", llama)
 
 
+@pytest.fixture(scope="module")
+def shared(llama: Path) -> Runner:
+    """A whole model for tests that leave it as it is."""
+    with pytest.MonkeyPatch.context() as patch, graphs_pretended(patch):
+        return whole(open_folder("llama", llama))
+
+
 @pytest.fixture
 def pretending(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with graphs_pretended(monkeypatch):
@@ -156,7 +163,7 @@ def try_all(runner: Runner) -> None:
         ("qwen3", torch.bfloat16),
         ("gemma3_text", torch.float32),
         ("gpt2", torch.float16),
-        ("qwen2", torch.bfloat16),
+        pytest.param("qwen2", torch.bfloat16, marks=pytest.mark.slow),  # like `qwen3`
         ("phi3", torch.float16),
     ],
     ids=str,
@@ -195,19 +202,19 @@ def test_each_part_of_a_model_has_its_graph(tmp_path: Path, family: str) -> None
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_caches_grow_and_are_cropped(tmp_path: Path, family: str) -> None:
     runner = whole(tiny_model(tmp_path, family))
-    cache, x = after(runner, 20), tokens(3000, 2)
+    cache, x = after(runner, 20), tokens(900, 2)
 
-    for rows in torch.split(x[:, :2400], MOST_ROWS, 1):  # more than the first allocation
+    for rows in torch.split(x[:, :800], MOST_ROWS, 1):  # more than the first allocations
         runner.step(rows, cache)
     runner.step(tokens(5, 3), cache)
-    cache.crop(2420)
-    other = cache.branch(2410)
-    last = runner.step(x[:, 2400:2409], cache)
+    cache.crop(820)
+    other = cache.branch(810)
+    last = runner.step(x[:, 800:809], cache)
 
     read = runner.new_cache()
-    runner.prefill(torch.cat([tokens(20), x[:, :2400]], 1), read, 1)
-    assert apart(last, stock(runner, x[:, 2400:2409], read)) < 1e-4
-    assert torch.equal(runner.step(x[:, 2390:2409], other)[:, 10:], last)
+    runner.prefill(torch.cat([tokens(20), x[:, :800]], 1), read, 1)
+    assert apart(last, stock(runner, x[:, 800:809], read)) < 1e-4
+    assert torch.equal(runner.step(x[:, 790:809], other)[:, 10:], last)
 
 
 @pytest.mark.usefixtures("pretending")
@@ -237,13 +244,12 @@ def test_a_failed_step_leaves_the_caches_unchanged(
 
 
 @pytest.mark.usefixtures("pretending")
-def test_an_empty_cache_takes_a_step(llama_source: Source) -> None:
-    runner = whole(llama_source)
-    cache, x = runner.new_cache(), tokens(4)
+def test_an_empty_cache_takes_a_step(shared: Runner) -> None:
+    cache, x = shared.new_cache(), tokens(4)
 
-    given = runner.step(x, cache)
+    given = shared.step(x, cache)
 
-    assert apart(given, runner.prefill(x, runner.new_cache())) < 1e-5
+    assert apart(given, shared.prefill(x, shared.new_cache())) < 1e-5
     assert cache.length == 4
 
 
@@ -373,16 +379,15 @@ def states(x: Tensor) -> tuple[Tensor, Tensor]:
     ids=lambda each: getattr(each, "__name__", ""),
 )
 def test_a_forward_that_a_graph_cannot_replay_is_refused(
-    llama_source: Source, forward: Faulty, reason: str
+    shared: Runner, forward: Faulty, reason: str
 ) -> None:
-    runner = whole(llama_source)
-    graph = Graph(runner.shard, MOST_ROWS)
+    graph = Graph(shared.shard, MOST_ROWS)
 
     with pytest.raises(NotReplayable, match=reason):
         graph.record(
             lambda x, cache, places: forward(x, cache, places, graph),
             tokens(MOST_ROWS),
-            lambda: after(runner, 9),
+            lambda: after(shared, 9),
         )
 
 
@@ -408,9 +413,8 @@ def test_all_of_a_step_is_on_the_gpu(
 
 
 @pytest.mark.usefixtures("pretending")
-def test_an_unexpected_cache_layout_is_refused(llama_source: Source) -> None:
-    runner = whole(llama_source)
-    graph, other = Graph(runner.shard, MOST_ROWS), after(runner, 9)
+def test_an_unexpected_cache_layout_is_refused(shared: Runner) -> None:
+    graph, other = Graph(shared.shard, MOST_ROWS), after(shared, 9)
     for layer in other.layers:
         layer.rows[1].hold(layer.rows[1].buffer.half())
 

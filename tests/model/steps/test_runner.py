@@ -50,14 +50,24 @@ def test_rows_in_one_pass_equal_single_rows(tmp_path: Path, family: str) -> None
     assert (alone.length, together.length) == (43, 43)
 
 
+WIDTHS = "llama", "gpt2", "phi3"
+"""Families whose matrices differ in their widths or names."""
+OTHERS = tuple(family for family in INVARIANT if family not in WIDTHS)
+
 AGAIN = [RECOMPUTED_ROWS, 2 * MOST_ROWS + 4, 1]
 """Rows that are computed again together: in one pass where the kernels allow, else in several."""
 SHORT = {"gpt2": [2 * MOST_ROWS + 4, MOST_ROWS, 1]}
 """The same, of families with few positions."""
 
 
-@pytest.mark.parametrize("quant", [Quant.NONE, Quant.INT8])
-@pytest.mark.parametrize("family", INVARIANT)
+@pytest.mark.parametrize(
+    ("family", "quant"),
+    [
+        *((family, Quant.NONE) for family in INVARIANT),
+        *((family, Quant.INT8) for family in WIDTHS),
+        *(pytest.param(family, Quant.INT8, marks=pytest.mark.slow) for family in OTHERS),
+    ],
+)
 def test_rows_that_are_computed_again_equal_steps(
     tmp_path: Path, family: str, quant: Quant
 ) -> None:
@@ -77,8 +87,17 @@ def test_rows_that_are_computed_again_equal_steps(
 
 
 @pytest.mark.parametrize("is_step", [False, True], ids=["prompt", "steps"])
-@pytest.mark.parametrize("counts", [COUNTS, ()], ids=["row-invariant", "stock"])
-@pytest.mark.parametrize("family", INVARIANT)
+@pytest.mark.parametrize(
+    ("family", "counts"),
+    [
+        *(pytest.param(family, COUNTS, id=f"{family}-row-invariant") for family in INVARIANT),
+        *(pytest.param(family, (), id=f"{family}-stock") for family in WIDTHS),
+        *(
+            pytest.param(family, (), id=f"{family}-stock", marks=pytest.mark.slow)
+            for family in OTHERS
+        ),
+    ],
+)
 def test_caches_can_be_filled_without_the_output(
     tmp_path: Path, family: str, counts: tuple[int, ...], *, is_step: bool
 ) -> None:
@@ -125,7 +144,7 @@ def test_filled_caches_cost_no_products_behind_the_last_keys(
     assert type(shard.layer(5).get_submodule("self_attn.q_proj")) is not ProjectionStub
 
 
-@pytest.fixture(params=[1, 2])
+@pytest.fixture
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     before, count = torch.get_num_threads(), int(request.param)
     torch.set_num_threads(count)
@@ -134,12 +153,20 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("quant", Quant)
+@pytest.mark.parametrize(
+    ("threads", "quant"),
+    [
+        (1, Quant.NONE),
+        *((2, quant) for quant in Quant),
+        *(pytest.param(1, quant, marks=pytest.mark.slow) for quant in (Quant.INT8, Quant.INT4)),
+    ],
+    indirect=["threads"],
+)
 def test_rows_of_a_real_model_that_are_computed_again_equal_steps(quant: Quant) -> None:
-    shard = load_shard(resolve(BUILTIN), Span(1, 4), embed=False, head=False, quant=quant)
+    shard = load_shard(resolve(BUILTIN), Span(1, 2), embed=False, head=False, quant=quant)
     runner = Runner(shard, COUNTS)
     require_row_invariant(runner)
-    rows = torch.randn(1, 180, shard.model.config.hidden_size).to(torch.bfloat16)
+    rows = torch.randn(1, 160, shard.model.config.hidden_size).to(torch.bfloat16)
     prompt, text = rows[:, :30], rows[:, 30:]
     steps, again = runner.new_cache(), runner.new_cache()
     assert torch.equal(runner.prefill(prompt, steps), runner.prefill(prompt, again))

@@ -24,7 +24,7 @@ SEEN = 6
 PARTS: dict[str, dict[str, Any]] = {
     "whole": {"start": 0, "stop": None, "embed": True, "head": True},
     "front": {"start": 0, "stop": 1, "embed": True, "head": False},
-    "layers": {"start": 1, "stop": None, "embed": False, "head": False},
+    "layers": {"start": 1, "stop": 3, "embed": False, "head": False},
     "head": {"start": None, "stop": None, "embed": False, "head": True},
 }
 

@@ -94,7 +94,14 @@ class Leave:
             place.runtime.follow(self.plan)
 
 
-@pytest.mark.parametrize("name", LEAVES)
+ALIKE = "middle, to the one before", "middle, to the one behind", "last, to a standby"
+"""What other leaves show, too: a rank that grows at either end, and a standby."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in ALIKE else []) for name in LEAVES],
+)
 def test_what_was_handed_over_is_not_computed_again(world: World, rows: Rows, name: str) -> None:
     after, lost = LEAVES[name]
 
@@ -423,13 +430,13 @@ def test_a_session_that_may_not_be_handed_over_is_not_and_others_are(
 
     async def main() -> None:
         async with ring_of_three(world, D) as (places, _):
-            undisturbed = Ingress(tokens=3 * TOKENS)
+            undisturbed = Ingress(tokens=2 * TOKENS)
             await undisturbed.ask(places[0])
             sent = noting_rows(places[role], monkeypatch)
             entry = places[0].runtime.entry
             assert entry is not None
-            confined = Ingress(tokens=3 * TOKENS, hands_over=False)
-            other, leave = Ingress(PROMPT[::-1], tokens=3 * TOKENS), Leave(places, after)
+            confined = Ingress(tokens=2 * TOKENS, hands_over=False)
+            other, leave = Ingress(PROMPT[::-1], tokens=2 * TOKENS), Leave(places, after)
             asked = asyncio.ensure_future(other.ask(places[0]))
             while not entry._sessions:  # noqa: ASYNC110  # no time passes
                 await asyncio.sleep(0)

@@ -1,7 +1,7 @@
 """After a loss only the lost layers are computed again, and the text does not change."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -96,7 +96,12 @@ TAKEOVERS = {
 }
 
 
-@pytest.mark.parametrize("name", TAKEOVERS)
+def each_of(names: Iterable[str], *slow: str) -> list[Any]:
+    """Return the parameters of a test; those that resemble others are slow."""
+    return [pytest.param(name, marks=[pytest.mark.slow] if name in slow else []) for name in names]
+
+
+@pytest.mark.parametrize("name", each_of(TAKEOVERS, "the one before", "the one behind"))
 def test_only_the_lost_layers_are_computed_again(world: World, rows: Rows, name: str) -> None:
     after, lost = TAKEOVERS[name]
 
@@ -136,13 +141,21 @@ LONG, CHUNK = tuple((7 * i + 3) % 61 for i in range(90)), 4
 UNDER_WAY = 4 * CHUNK  # rows of chunks that had not been all round the ring
 
 PREFIXES = None, 0  # bytes: what remains free, or no prefix cache
+GATED = {
+    "both neighbours": None,
+    "the entry, for the last": 0,
+    "the one behind, for the entry": 0,
+    "a span that moves back, and its kept layer": None,
+    "the last alone": 0,
+}
+"""The kinds of takeover, each with one of these sizes; the rest is slow."""
 
 
 @pytest.mark.parametrize(
     ("name", "prefix_bytes"),
     [
-        pytest.param(name, size, marks=[] if size == PREFIXES[at % 2] else [pytest.mark.slow])
-        for at, name in enumerate(TAKEOVERS)
+        pytest.param(name, size, marks=[] if GATED.get(name, ()) == size else [pytest.mark.slow])
+        for name in TAKEOVERS
         for size in PREFIXES
     ],
 )
@@ -375,7 +388,7 @@ def test_caches_make_room_for_the_layers_of_a_plan_of_which_a_node_has_left(
 SAME_ENTRY = [name for name, (plan, _) in TAKEOVERS.items() if plan.stages[0].node == A]
 
 
-@pytest.mark.parametrize("name", SAME_ENTRY)
+@pytest.mark.parametrize("name", each_of(SAME_ENTRY, "the one before", "the one behind"))
 def test_a_prompt_that_shares_a_prefix_computes_again_the_lost_layers_only(
     llama: Path, rows: Rows, name: str
 ) -> None:

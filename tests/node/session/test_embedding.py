@@ -7,6 +7,7 @@ import shutil
 import struct
 from contextlib import aclosing
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,12 @@ async def embedded(ring: LocalRing, request: Request) -> tuple[Tensor, Answer, l
 
 def final_rows(ring: LocalRing, tokens: list[int]) -> Tensor:
     """Return the rows [T, D] after the final norm of the stock model."""
-    stock = AutoModelForCausalLM.from_pretrained(ring.model.source.folder, dtype=torch.float32)
+    return _final_rows(ring.model.source.folder, tuple(tokens))
+
+
+@cache
+def _final_rows(folder: Path, tokens: tuple[int, ...]) -> Tensor:
+    stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         rows: Tensor = stock.model(torch.tensor([tokens])).last_hidden_state[0]
     return rows
@@ -60,7 +66,14 @@ def pooled(rows: Tensor, mode: PoolingMode) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "speculation"), [(1, True), (1, False), (2, True), (2, False), (3, True)]
+    ("nodes", "speculation"),
+    [
+        (1, False),
+        (2, True),
+        pytest.param(1, True, marks=pytest.mark.slow),
+        pytest.param(2, False, marks=pytest.mark.slow),
+        (3, True),
+    ],
 )
 async def test_every_ring_embeds_as_the_whole_model(nodes: int, speculation: bool) -> None:
     async with open_local_ring(resolve("builtin"), options(nodes, speculation=speculation)) as ring:
@@ -152,7 +165,14 @@ async def test_an_embedding_leaves_the_prefix_cache_to_answers() -> None:
         assert ring.entry.budget.kept_bytes == kept > 0
 
 
-@pytest.mark.parametrize("mode", PoolingMode)
+@pytest.mark.parametrize(
+    "mode",
+    [
+        PoolingMode.LAST,
+        PoolingMode.MEAN,
+        pytest.param(PoolingMode.FIRST, marks=pytest.mark.slow),
+    ],
+)
 async def test_a_text_as_long_as_the_context_is_refused_and_never_cut(mode: PoolingMode) -> None:
     async with open_local_ring(resolve("builtin"), options(1)) as ring:
         text = await ring.model.text()
