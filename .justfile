@@ -5,12 +5,15 @@ export PATH := justfile_directory() / ".venv/bin:" + env("PATH")
 
 # everything that must be green: format, lint, types, imports, generated files, tests
 [parallel]
-check: lint covered
-    pytest -n 3 --dist worksteal --durations 30 --ignore=tests/protocol
+check: lint covered others
 
 # the tests of what is pure, with the coverage of its branches; properties run too, and do not count
 covered:
     pytest -n 2 --dist worksteal --cov=meshllm.protocol --cov-report=term --cov-fail-under=100 --confcutdir=tests/protocol tests/protocol
+
+# all other tests
+others:
+    pytest -n 3 --dist worksteal --durations 30 --ignore=tests/protocol
 
 # what needs no test: format, lint, types, imports, generated files; it uses one core
 lint:

@@ -30,7 +30,7 @@ def meshes(draw: st.DrawFn) -> SharedMesh:
 
 
 @given(meshes(), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_no_node_plans_more_than_it_offers_and_changes_end(
     mesh: SharedMesh, data: st.DataObject
 ) -> None:

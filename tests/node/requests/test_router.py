@@ -605,15 +605,20 @@ def test_the_owner_does_not_wait_behind_the_requests_of_a_key(world: World) -> N
     world.run(story)
 
 
-def test_answers_that_became_long_at_another_node_leave_a_place(world: World) -> None:
+def test_answers_that_became_long_at_another_node_leave_a_place(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = 3
+    monkeypatch.setattr("meshllm.node.requests.router.MAX_FORWARDED", places)
     router = world.add(ME, FakeRing(at=ENTRY))
     begun = [Piece("a", (token,)) for token in range(SHORT_ANSWER + 1)]
-    world.add(ENTRY, FakeRing(attempts=[*[[*begun, None]] * MAX_FORWARDED, answer()]))
+    world.add(ENTRY, FakeRing(attempts=[*[[*begun, None]] * places, answer()]))
 
     async def story() -> None:
-        endless = [asyncio.ensure_future(all_of(router)) for _ in range(MAX_FORWARDED)]
+        endless = [asyncio.ensure_future(all_of(router)) for _ in range(places)]
         await asyncio.sleep(1)
         assert text_of(await all_of(router)) == TEXT
+        assert not any(each.done() for each in endless)
         for each in endless:
             each.cancel()
         await asyncio.wait(endless)
