@@ -9,7 +9,7 @@ check: lint covered others
 
 # the tests of what is pure, with the coverage of its branches; properties run too, and do not count
 covered:
-    pytest -n 2 --dist worksteal --cov=meshllm.protocol --cov-report=term --cov-fail-under=100 --confcutdir=tests/protocol tests/protocol
+    pytest --cov=meshllm.protocol --cov-report=term --cov-fail-under=100 --confcutdir=tests/protocol tests/protocol
 
 # all other tests
 others:

@@ -5,6 +5,7 @@ a private module or name of another.
 """
 
 import ast
+import gc
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -41,6 +42,8 @@ def modules() -> Modules:
             *room, stem = path.relative_to(base).with_suffix("").parts
             name = ".".join(room if stem == "__init__" else (*room, stem))
             found[name] = Module(ast.parse(path.read_text("utf-8"), str(path)), ".".join(room))
+            nodes(found[name].tree)
+    gc.freeze()  # a million nodes, which each collection of later tests would visit
     return found
 
 
