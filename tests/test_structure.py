@@ -78,7 +78,7 @@ def imports(importer: Module) -> list[tuple[str, str]]:
 def aliases(tree: ast.Module) -> dict[str, str]:
     """Return the full name of each name that a module imports."""
     found: dict[str, str] = {}
-    for node in nodes(tree):
+    for node in ast.walk(tree):
         match node:
             case ast.ImportFrom(module=str(owner), names=names):
                 found |= {each.asname or each.name: f"{owner}.{each.name}" for each in names}
