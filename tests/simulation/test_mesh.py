@@ -28,8 +28,8 @@ from tests.simulation.mesh_world import (
     remembered_signatures,
 )
 
-BLOCK = 190  # schedules, in parts that run in parallel
-BLOCKS = [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 10))]
+BLOCK = 100  # schedules, in parts that run in parallel
+BLOCKS = [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 19))]
 ON_THE_WAY = 0.3  # s: messages sent before, gossip after, and the interval between two rounds
 
 

@@ -33,7 +33,7 @@ from tests.simulation.ring_world import (
     play,
 )
 
-SEEDS = 300
+SEEDS = 200
 
 
 @cache

@@ -11,9 +11,9 @@ from meshllm.node.agreement.further_rings import FurtherRings
 from tests.simulation.node_world import shortcuts, simulate, told
 from tests.simulation.several import SeveralSchedule, SharedSchedule, SpanSchedule
 
-BLOCK = 10  # schedules
+BLOCK = 5  # schedules
 FOUND = (144,)  # a node whose compute thread hung offered layers of another model
-BLOCKS = [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 20))]
+BLOCKS = [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 40))]
 
 
 @pytest.fixture(autouse=True)

@@ -14,10 +14,10 @@ Theory of operation
 A generation starts if the queue is empty, fewer than ``most`` run, and the KV cache of its prompt
 and of the first `QUANTUM` tokens of its answer fits on every rank along with theirs, so that all
 can end, see `meshllm.protocol.kv_cache.budget`. When it has used most of that, it asks for more. If
-there is none, it pauses once it has used the rest: it holds its memory, and gives its place to
-another one. Those that are paused go on in the order of their requests, and before those that wait
-to start. For each running place, `OPEN_PER_PLACE` generations may have started, then only few, of
-the owner or short.
+there is none, it is paused: it computes only what it still has room for, holds its memory, and
+gives its place to another one. Those that are paused go on in the order of their requests, and
+before those that wait to start. For each running place, `OPEN_PER_PLACE` generations may have
+started, then only few, of the owner or short.
 
 Else a generation waits: in FIFO order behind those of the same asker, and askers take turns by
 deficit round robin (Shreedhar and Varghese 1995), so that each gets the same number of tokens,

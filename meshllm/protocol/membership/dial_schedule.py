@@ -1,8 +1,8 @@
 """When to dial each peer: exponential backoff with deterministic jitter.
 
 The lower of two node ids dials at once and the higher a moment later, so that two dials rarely
-cross. Each failed dial doubles the backoff. The jitter comes from a hash, so that it differs
-between nodes and is the same in every run.
+cross. Each dial doubles the backoff, until a link has lasted. The jitter of a quarter comes from a
+hash, so that it differs between nodes and is the same in every run.
 """
 
 from collections.abc import Collection
@@ -14,7 +14,7 @@ from meshllm.protocol.membership.records import MAX_MEMBERS
 
 HIGHER_ID_DELAY = 1.0  # s that the higher id waits: a few round trips of the slowest path
 BACKOFF = 1.0  # s of backoff after the first failed dial
-MAX_BACKOFF = 30.0  # s
+MAX_BACKOFF = 30.0  # s, before jitter
 MAX_COUNTED = 4 * MAX_MEMBERS  # peers with failed dials, the latest; a member may invent others
 DIAL_TIMEOUT = 30.0  # s after which a dial without a reported outcome counts as failed
 

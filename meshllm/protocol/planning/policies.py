@@ -1,4 +1,4 @@
-"""Placement policies: what makes one plan better than another.
+"""Planning policies: what makes one plan better than another.
 
 A policy is a row of `POLICIES`: its name travels as text, and a node that does not know it stands
 by. A row needs an objective; without a solver, the best of the most promising rings is taken.

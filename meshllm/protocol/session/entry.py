@@ -380,7 +380,7 @@ class Entry:
         return [*self._progress(known), self._job]
 
     def _start_embed(self) -> list[Action]:
-        """Start the next Embed, if there are tokens to inject and the window has room."""
+        """Start the next Embed, if there are tokens to inject, and room in window and KV cache."""
         pos, known = self._injected, len(self._tokens)
         if pos < self._recompute:
             return self._start_recompute(pos)
