@@ -200,7 +200,8 @@ async def test_a_hostile_rank_0_exceeds_neither_memory_nor_context_of_a_stage(
                 if isinstance(answer := await answers.get(), Fault):
                     codes.add(answer.code)
                     live.remove(session)
-                most = max(most, sum(each.cache.length for each in stage._sessions.values()))
+                held = list(stage._sessions.values())  # the compute thread frees some meanwhile
+                most = max(most, sum(each.cache.length for each in held))
 
         assert (live, codes) == (set(), {code, FaultCode.BUSY})
         assert most == positions
