@@ -7,7 +7,7 @@ export PATH := justfile_directory() / ".venv/bin:" + env("PATH")
 [parallel]
 check: lint covered others
 
-# the tests of what is pure, with the coverage of its branches; properties run too, and do not count
+# the tests of what is pure, with the coverage of its branches; properties and long histories run too, and do not count
 covered:
     pytest --cov=meshllm.protocol --cov-report=term --cov-fail-under=100 --confcutdir=tests/protocol tests/protocol
 

@@ -1,4 +1,3 @@
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from meshllm.model.split.anatomy import PROBE_ERRORS
 from meshllm.model.split.shard import Shard
 from meshllm.model.steps.load import load_shard
 from meshllm.names import Span
+from tests.builders.slow_cases import each_of
 
 DENSE = ["llama", "qwen2", "qwen3", "phi3", "gpt2", "gpt_neox", "opt", "stablelm", "biogpt"]
 EXPERTS = ["mixtral", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3", "granitemoe"]
@@ -47,10 +47,6 @@ EYE = {
 """A tiny vision tower: each config class takes the fields that it has."""
 
 
-def families(names: Iterable[str]) -> list[Any]:
-    return [pytest.param(name, marks=[pytest.mark.slow] if name in ALIKE else []) for name in names]
-
-
 FEW = Depth(layouts=("3", "entry"), crops=(1, 8))
 
 
@@ -58,7 +54,7 @@ ATTENTION = [*DENSE, *EXPERTS, *SLIDING, *ALIBI]
 STATES = [*HYBRID, *STATE, *CONVOLUTION]
 
 
-@pytest.mark.parametrize("name", families([*ATTENTION, *STATES]))
+@pytest.mark.parametrize("name", each_of([*ATTENTION, *STATES], ALIKE))
 def test_the_parts_are_the_whole(name: str) -> None:
     verdict = measure(tiny_config(name, read_table()), FEW)
 
@@ -75,7 +71,7 @@ def test_the_parts_are_the_whole_in_bfloat16(name: str) -> None:
     assert measure(tiny_config(name, read_table()), depth).reason == ""
 
 
-@pytest.mark.parametrize("name", families(read_table().wrappers))
+@pytest.mark.parametrize("name", each_of(read_table().wrappers, ALIKE))
 def test_the_text_model_of_a_wrapper_is_split(name: str, tmp_path: Path) -> None:
     kind = CONFIG_MAPPING[name]
     eye = {key: size for key, size in EYE.items() if hasattr(kind().vision_config, key)}

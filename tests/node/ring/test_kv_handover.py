@@ -36,6 +36,7 @@ from tests.builders.ring_takeover import (
     ring_of_three,
 )
 from tests.builders.ring_world import NAMES, Place, World, at_work, plan_of, until
+from tests.builders.slow_cases import each_of
 
 LEAVES = {
     "middle, to both neighbours": (plan_of((A, "0:3"), (C, "3:6"), epoch=2), {2, 3}),
@@ -98,10 +99,7 @@ ALIKE = "middle, to the one before", "middle, to the one behind", "last, to a st
 """What other leaves show, too: a rank that grows at either end, and a standby."""
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] if name in ALIKE else []) for name in LEAVES],
-)
+@pytest.mark.parametrize("name", each_of(LEAVES, ALIKE))
 def test_what_was_handed_over_is_not_computed_again(world: World, rows: Rows, name: str) -> None:
     after, lost = LEAVES[name]
 

@@ -9,9 +9,12 @@ from typing import Any, cast
 import pytest
 
 from meshllm.errors import ModelError
+from meshllm.model.capacity import shape_of
 from meshllm.model.files.source import Source, resolve
+from meshllm.model.shape import ModelShape
 from meshllm.names import NodeId, Span
 from meshllm.node.compute.worker import Worker
+from meshllm.node.options import InferenceConfig
 from meshllm.node.ring import model_runtime
 from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.protocol.planning.chunking import RankTimes, RingTimes, usual_pace
@@ -40,6 +43,23 @@ async def test_a_gpu_that_is_not_used_is_told(
     assert model.rank(model.worker, divides_head=True).refused_gpu == "`cuda:0` is too old"
     (record,) = [each for each in caplog.records if each.levelno == logging.WARNING]
     assert record.getMessage() == "computing on the CPU: `cuda:0` is too old"
+
+
+async def test_its_shape_is_kept_in_the_cache_of_the_node(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def noting(source: Source, *how: Any) -> ModelShape:
+        asked.append(how[-1])
+        return shape_of(source, *how)
+
+    monkeypatch.setattr(model_runtime, "shape_of", noting)
+
+    config = InferenceConfig(cache=tmp_path)
+    model = await ModelRuntime.open(resolve(str(llama)), Worker(InlineExecutor()), config)
+
+    assert (asked, model.shape.layers) == ([tmp_path], 6)
 
 
 async def test_a_node_alone_holds_everything(model: ModelRuntime) -> None:

@@ -1,7 +1,7 @@
 """After a loss only the lost layers are computed again, and the text does not change."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from tests.builders.ring_takeover import (
     ring_of_three,
 )
 from tests.builders.ring_world import ALONE, Place, World, at_work, plan_of, until
+from tests.builders.slow_cases import each_of
 
 
 @cache
@@ -96,12 +97,11 @@ TAKEOVERS = {
 }
 
 
-def each_of(names: Iterable[str], *slow: str) -> list[Any]:
-    """Return the parameters of a test; those that resemble others are slow."""
-    return [pytest.param(name, marks=[pytest.mark.slow] if name in slow else []) for name in names]
+ALIKE = "the one before", "the one behind"
+"""What both neighbours show, too."""
 
 
-@pytest.mark.parametrize("name", each_of(TAKEOVERS, "the one before", "the one behind"))
+@pytest.mark.parametrize("name", each_of(TAKEOVERS, ALIKE))
 def test_only_the_lost_layers_are_computed_again(world: World, rows: Rows, name: str) -> None:
     after, lost = TAKEOVERS[name]
 
@@ -388,7 +388,7 @@ def test_caches_make_room_for_the_layers_of_a_plan_of_which_a_node_has_left(
 SAME_ENTRY = [name for name, (plan, _) in TAKEOVERS.items() if plan.stages[0].node == A]
 
 
-@pytest.mark.parametrize("name", each_of(SAME_ENTRY, "the one before", "the one behind"))
+@pytest.mark.parametrize("name", each_of(SAME_ENTRY, ALIKE))
 def test_a_prompt_that_shares_a_prefix_computes_again_the_lost_layers_only(
     llama: Path, rows: Rows, name: str
 ) -> None:
