@@ -73,6 +73,10 @@ class NodeControl:
         memory = await self.measure()
         return mesh_status(self.snapshot(), memory)
 
+    def status_now(self) -> MeshStatus:
+        """Return the status without the memory of the process, which takes time to measure."""
+        return mesh_status(self.snapshot(), MemoryStatus())
+
     async def try_plan(self, terms: PlanTerms) -> PlannedRing:
         """Plan with other terms, off the event loop; nothing moves."""
         view = self.snapshot()

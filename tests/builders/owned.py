@@ -15,6 +15,8 @@ from meshllm.status import MemoryStatus, MeshStatus, NodeState, NodeStatus, Ring
 from tests.builders.snapshots import charter
 from tests.builders.view import KEYS, view_of
 
+MEMORY = MemoryStatus(process=2**30)
+
 
 class Owned:
     """A node that records the commands."""
@@ -63,13 +65,13 @@ class Owned:
         yield Piece(request.raw or "")
 
     async def measure(self) -> MemoryStatus:
-        return MemoryStatus()
+        return MEMORY
 
     def see(self, **changes: Any) -> None:
         self.view = replace(self.view, **changes)
 
     def status(self) -> MeshStatus:
-        return mesh_status(self.view, MemoryStatus())
+        return mesh_status(self.view, MEMORY)
 
     def ring(self) -> RingStatus:
         return self.status().ring

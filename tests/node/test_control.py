@@ -14,7 +14,16 @@ from meshllm.protocol.membership.client_quota import MAX_TOKENS_PER_DAY
 from meshllm.protocol.membership.records import MAX_REVOKED
 from meshllm.protocol.trust.credential import ClientLimits, Role
 from meshllm.request import Piece, Request
-from meshllm.status import Change, Named, NodeState, PlannedRing, PlanTerms, RingState, Unplaced
+from meshllm.status import (
+    Change,
+    MemoryStatus,
+    Named,
+    NodeState,
+    PlannedRing,
+    PlanTerms,
+    RingState,
+    Unplaced,
+)
 from tests.builders.owned import Owned
 from tests.builders.view import A, B, C, D, plan_of, view_of
 
@@ -26,6 +35,10 @@ def node() -> Owned:
 
 async def test_the_status_is_a_report(node: Owned) -> None:
     assert await node.control.status() == node.status()
+
+
+async def test_a_status_at_once_has_no_memory_measured(node: Owned) -> None:
+    assert node.control.status_now() == replace(node.status(), memory=MemoryStatus())
 
 
 async def test_a_ticket_without_limits(node: Owned) -> None:

@@ -27,8 +27,8 @@ from meshllm.names import Span
 from meshllm.units import listed, parse_duration
 
 if TYPE_CHECKING:
-    from meshllm.api.port import NodePort
     from meshllm.api.tcp import Door
+    from meshllm.node.control import NodeControl
     from meshllm.node.node import MeshNode
     from meshllm.node.options import NodeOptions
     from meshllm.node.provider import Provider
@@ -298,7 +298,7 @@ async def _run(
 
 
 async def _report(
-    node: "NodePort", notify: Callable[[Notice], None], *, has_layers: bool = True
+    node: "NodeControl", notify: Callable[[Notice], None], *, has_layers: bool = True
 ) -> None:
     """Report changes until the node leaves; on a terminal, show what the ring waits for.
 
@@ -315,7 +315,7 @@ async def _report(
     with render.Status(sys.stderr) as line:
         async with aclosing(node.events()) as events:
             while True:
-                after = clean(await node.status())
+                after = clean(node.status_now())
                 line.clear()
                 if any(each.is_self and each.state in _GOING for each in after.nodes):
                     return
@@ -375,7 +375,7 @@ def _lines_of(ticket: str) -> str:
 
 
 async def _print_with_relay(
-    node: "NodePort", ticket: str, notify: Callable[[Notice], None], file: Path | None
+    node: "NodeControl", ticket: str, notify: Callable[[Notice], None], file: Path | None
 ) -> None:
     """Print the ticket again once a relay has answered, if it lacks the address there.
 
@@ -388,7 +388,7 @@ async def _print_with_relay(
         return
     async with aclosing(node.events()) as events:
         async for _ in events:
-            addresses = (await node.status()).listening[:MAX_ADDRESSES]
+            addresses = node.status_now().listening[:MAX_ADDRESSES]
             if any(map(_is_relayed, addresses)):
                 again = replace(printed, addresses=addresses).encode()
                 try:

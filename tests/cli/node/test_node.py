@@ -20,7 +20,6 @@ import psutil  # type: ignore[import-untyped]  # ships no types
 import pytest
 import torch
 
-from meshllm.api.port import NodePort
 from meshllm.cli.node.node import OPEN_FILES, SWITCH_S, _print_with_relay, _report, _write_private
 from meshllm.cli.shared.events import Notice
 from meshllm.cli.terminal import render
@@ -28,6 +27,7 @@ from meshllm.errors import MeshError, NotAuthorised, UserError
 from meshllm.log import setup
 from meshllm.model import device
 from meshllm.names import NodeId, Span, WireMode
+from meshllm.node.control import NodeControl
 from meshllm.node.membership.state_store import StateStore
 from meshllm.node.options import InferenceConfig, NodeOptions
 from meshllm.protocol.trust.credential import Role
@@ -70,7 +70,7 @@ class FakeNode:
         yield self
         self.is_open = False
 
-    async def status(self) -> MeshStatus:
+    def status_now(self) -> MeshStatus:
         return self.statuses.pop(0)
 
     async def events(self) -> AsyncGenerator[MeshStatus, None]:
@@ -651,7 +651,7 @@ def test_a_terminal_shows_the_reason_and_duration_of_waiting(
     screen, node = Screen(), Node(statuses=[status] * 3)
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setenv("TERM", "xterm")
-    run_virtual(_report(cast("NodePort", node), lambda _: None))
+    run_virtual(_report(cast("NodeControl", node), lambda _: None))
 
     seconds = re.findall(rf"{re.escape(status.ring.reason)}, (\d+) s", screen.getvalue())
     assert seconds == (["1", "2", "3", "4"] if shown else [])
@@ -674,7 +674,7 @@ def test_the_duration_of_a_wait_goes_on_while_other_nodes_are_named(
     node = Node(statuses=[first, first, second])
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setenv("TERM", "xterm")
-    run_virtual(_report(cast("NodePort", node), lambda notice: told.append(notice.text)))
+    run_virtual(_report(cast("NodeControl", node), lambda notice: told.append(notice.text)))
 
     shown = re.findall(r"ready: (a.*?), (\d+) s", screen.getvalue())
     assert shown == [("a", "1"), ("a; loading: b", "2")]
@@ -689,7 +689,7 @@ def test_a_node_that_leaves_reports_no_losses(
     node, told = FakeNode(statuses=[status_of(2), leaving, leaving]), list[str]()
     monkeypatch.setattr(sys, "stderr", Screen())
 
-    run_virtual(_report(cast("NodePort", node), lambda notice: told.append(notice.event)))
+    run_virtual(_report(cast("NodeControl", node), lambda notice: told.append(notice.event)))
 
     assert told == ["joined", "serving"]
 
@@ -720,7 +720,7 @@ def test_a_provider_does_not_report_what_the_ring_waits_for(
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setenv("TERM", "xterm")
     report = _report(
-        cast("NodePort", node), lambda notice: events.append(notice.event), has_layers=has_layers
+        cast("NodeControl", node), lambda notice: events.append(notice.event), has_layers=has_layers
     )
 
     run_virtual(report)
@@ -743,7 +743,7 @@ def test_a_provider_does_not_report_that_it_is_on_standby(
 
     run_virtual(
         _report(
-            cast("NodePort", node), lambda each: events.append(each.event), has_layers=has_layers
+            cast("NodeControl", node), lambda each: events.append(each.event), has_layers=has_layers
         )
     )
 
@@ -802,7 +802,7 @@ def test_a_node_goes_on_if_nobody_takes_the_ticket_with_the_relay(
         if lost == "stdout":
             os.close(reader)
 
-        printing = _print_with_relay(cast("NodePort", node), TICKET, said.append, file)
+        printing = _print_with_relay(cast("NodeControl", node), TICKET, said.append, file)
         run_virtual(printing)
 
     assert said[-1].event == "unprinted"
