@@ -157,7 +157,7 @@ class Request:
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Token ids, and what is added to their logits after the penalties."""
     logprobs: int | None = None
-    """Report the log probability of each token, and of so many of the likeliest ones."""
+    """Report the log probability of each token, and of this many of the likeliest tokens."""
     scores_prompt: bool = False
     """Yield the prompt before the answer, token by token as if it were part of it, so that its log
     probabilities can be reported; `max_tokens`, which may then be 0, does not count it."""
@@ -182,9 +182,9 @@ class Request:
     needs_exact: bool = False
     """Only rings whose nodes all compute bit-identically to transformers may answer."""
     min_bits: int = 0
-    """Fewest bits of a weight, and"""
+    """Fewest bits per weight of the model that answers; 0 sets no limit."""
     min_context: int = 0
-    """tokens of context of a provider: those of one model may differ, rings of one do not."""
+    """Fewest tokens of context of a provider; all rings of one model have the same."""
     deadline_ms: int = 0
     """Milliseconds for the whole answer; 0 is none. The ingress prefers rings that are as fast."""
     shares_prefix: bool = False
@@ -195,18 +195,18 @@ class Request:
     embeds: bool = False
     """Compute the embedding of the prompt, which is `raw` or `ids`, instead of an answer."""
     dimensions: int | None = None
-    """The first so many values of the embedding; None is all of them."""
+    """Number of leading values of the embedding to return; None returns all."""
     unset: tuple[str, ...] = ()
     """Those of `MODEL_SAMPLING` that are not set: what the model recommends replaces them."""
     ignores_end: bool = False
-    """Continue the answer behind end tokens, for benchmarks."""
+    """Continue the answer after end tokens, for benchmarks."""
     reports_prompt: bool = False
     """Yield the token ids of the prompt before anything else."""
     group: str | None = None
     """The ring that answers, as the hex digits of its id, none for the first of a mesh. An ingress
     names it to the entry, and ignores what others say; None leaves the choice to the entry."""
     bound: int | None = None
-    """Most tokens of an answer without `max_tokens`, as those of a client's day end."""
+    """Most tokens of an answer without `max_tokens`: what is left of a client's daily quota."""
 
     @property
     def computes(self) -> bool:
@@ -225,14 +225,14 @@ class Request:
         if self.scores_prompt:
             return "echo", "A provider cannot score a prompt"
         if self.embeds:
-            return "model", "A provider computes no embeddings for the mesh"
+            return "model", "A provider does not compute embeddings for the mesh"
         if not self.computes:
-            return "model", "A provider counts no tokens"
+            return "model", "A provider does not count tokens"
         if self.max_reasoning is not None:
-            text = "A provider takes no limit of reasoning: omit it, or use a key that sets none"
+            text = "A provider does not support a reasoning limit: omit it, or use another key"
             return "max_reasoning_tokens", text
         if self.logprobs is not None and not self.turns:
-            return "logprobs", "A provider tells log probabilities of chats only"
+            return "logprobs", "A provider reports log probabilities of chats only"
         return None
 
 

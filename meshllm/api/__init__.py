@@ -1,3 +1,3 @@
-"""The face of a node: one HTTP application for the command line and every client."""
+"""The HTTP API of a node: one application for the command line and every client."""
 
 __all__ = ["port", "serve", "tcp", "unix"]

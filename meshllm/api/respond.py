@@ -149,7 +149,7 @@ class _Body:
 
     @property
     def quiet_s(self) -> float:
-        """Seconds of silence until `KEEP_ALIVE_S`; waiting for the client to read is none."""
+        """Seconds of silence until `KEEP_ALIVE_S`; not those of waiting for the client to read."""
         since = self._clock() if self._lock.locked() else self._since
         return since + KEEP_ALIVE_S - self._clock()
 

@@ -221,7 +221,7 @@ class MeshNode:
         return self._options.model or (None if self._options.join else FIRST_MODEL)
 
     async def hear(self) -> None:
-        """Wait a moment for the charter of the mesh, which comes after the records of its nodes."""
+        """Wait up to `HEAR_S` for the charter, which arrives after the records of the nodes."""
         with suppress(TimeoutError):
             async with asyncio.timeout(HEAR_S), aclosing(self.state.changes()) as changes:
                 async for _ in changes:

@@ -239,7 +239,7 @@ def _waits_for(view: NodeView, ring: RingView, nodes: Sequence[NodeId]) -> str:
     if ring.own is not None and ring.own.reason:
         return ring.own.reason
     if ring.is_unused and not nodes:
-        return "nobody uses it: a request loads it, on nodes of a model that is not used either"
+        return "not in use: a request loads it, on nodes of another unused model"
     if ring.lacks_bytes:
         return f"lacks {ring.lacks_bytes / 2**30:.2f} GiB: one more node with the model"
     names = names_of(nodes, view.profiles)

@@ -22,8 +22,8 @@ ROWS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
 
 MEASURED_ROWS = 256
 MEASURED_TIMES = 4.24
-"""So much longer than one row take so many, where only one row was measured: Qwen3-0.6B in bf16 on
-one CPU core."""
+"""Where only one row was measured, `MEASURED_ROWS` rows are assumed to take this many times its
+time: Qwen3-0.6B in bf16 on one CPU core."""
 
 ALL_REDUCE_S = 10e-6
 """Seconds that a small all-reduce takes between the devices of one machine (assumed)."""

@@ -117,7 +117,7 @@ class Gathers(Protocol):
     def together(self) -> AbstractContextManager[None]:
         """Send what is offered inside the context at its end, in one piece if possible.
 
-        Nothing may be awaited inside: the peer does not read what it waits for.
+        Do not await inside: a reply cannot come before the messages are sent.
         """
         ...
 

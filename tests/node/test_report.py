@@ -494,5 +494,5 @@ async def test_a_ring_that_nobody_uses_says_what_loads_it(node: Owned) -> None:
 
     _, lacking, unused = node.status().rings
     assert lacking.reason.startswith("lacks 1.00 GiB")
-    assert unused.reason.startswith("nobody uses it: a request loads it")
+    assert unused.reason.startswith("not in use: a request loads it")
     assert (lacking.state, unused.state) == (RingState.WAITING, RingState.WAITING)

@@ -36,7 +36,7 @@ from meshllm.api.request_id import ANTHROPICS, REQUEST_ID
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 KEY_PROTOCOL = "meshllm.key."
-"""Before a key among the subprotocols of a WebSocket: web pages can send it nowhere else."""
+"""Before a key among the subprotocols of a WebSocket: web pages can set no header."""
 EXPOSED = "x-meshllm-model-digest", "x-meshllm-precision", "x-meshllm-ring-epoch"
 """Headers about what answers, which web pages of allowed origins may read."""
 

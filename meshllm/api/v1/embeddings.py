@@ -69,7 +69,7 @@ class _EmbeddingsReply:
         if not isinstance(happened, Answer):
             return b""
         if not happened.embedding:
-            text = f"What serves `{self.model}` computes no embeddings"
+            text = f"The backend of `{self.model}` does not compute embeddings"
             raise Refused(text, Failure(400, INVALID, "unsupported_model", "model"))
         self.tokens += happened.prompt_tokens
         if self.tokens > MAX_TOKENS:

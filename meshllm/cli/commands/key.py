@@ -171,7 +171,7 @@ def revoke(
         tags = accounts.revoked()
     what = "the key" if name == "-" else f"`{name}`"
     if not _is_running(chosen):
-        render.talk(f"{what} is revoked here; the mesh learns it when the node runs")
+        render.talk(f"{what} is revoked here; other nodes are notified when the node runs")
         return
     import asyncio
 

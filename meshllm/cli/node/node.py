@@ -231,7 +231,7 @@ def _check_dialable(address: str, transports: Sequence[str]) -> None:
         )
     if not permitted([address], Local.YES):
         raise UserError(
-            f"Address `{address}` has more than a host and a port, and nobody would dial it",
+            f"Address `{address}` has more than a host and a port: no node would dial it",
             hint="let a reverse proxy forward `/` of a host name to the node",
         )
 
@@ -394,7 +394,7 @@ async def _print_with_relay(
                 try:
                     _print_again(again, notify, file)
                 except MeshError as error:
-                    notify(_unprinted("the ticket that leads to the relay", error))
+                    notify(_unprinted("the ticket with the address of the relay", error))
                 return
 
 

@@ -33,7 +33,7 @@ Documentation=man:meshllm-node(1)
 ExecStart={" ".join(map(_quoted, command))}
 Restart=on-failure
 RestartSec=5
-# systemd 254 and later wait ever longer; older ones ignore these two with a warning
+# backoff of systemd 254 and later; older ones ignore these two with a warning
 RestartSteps=6
 RestartMaxDelaySec=5min
 RestartPreventExitStatus=2 5 130

@@ -61,7 +61,7 @@ def is_running(settings: Settings) -> bool:
 
 
 def client_ticket(settings: Settings) -> "Ticket | None":
-    """Return the ticket of the settings if it is for a client; raise `UserError` if it is none.
+    """Return the ticket of the settings if it is for a client; raise `UserError` if it is invalid.
 
     What such a ticket opens is asked also where a node runs, which may be one of another mesh.
     """

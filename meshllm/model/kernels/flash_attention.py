@@ -110,7 +110,7 @@ def _pack(width: int, width_out: int) -> JitFunction:
         first, last = do.mul(number, code.index(_WIDE)), do.sub(fields["count"], code.index(1))
 
         def row(name: str, index: ir.Value) -> ir.Value:
-            """Return the address of a row; those behind the last, which nobody sees, are it."""
+            """Return the address of a row; past the last (masked), that of the last."""
             index = do.select(do.icmp_unsigned("<", index, last), index, last)
             head = do.mul(group, fields[f"{name}_head"])
             return code.at(fields[name], do.add(head, do.mul(index, fields[f"{name}_row"])), HALF)

@@ -322,7 +322,7 @@ def _lines(code: Code, tile: ir.Value, rows: int) -> list[ir.Value]:
 def _starts(
     code: Code, fields: Mapping[str, ir.Value], lines: Sequence[ir.Value], pairs: ir.Value
 ) -> list[ir.Value]:
-    """Return the addresses of rows; those behind the last, whose products nobody reads, are it."""
+    """Return the addresses of rows; past the last (products unused), that of the last."""
     do, last = code.do, code.do.sub(fields["count"], code.index(1))
     held = [do.select(do.icmp_unsigned("<", line, last), line, last) for line in lines]
     return [code.at(fields["rows"], do.mul(line, pairs), WORD) for line in held]

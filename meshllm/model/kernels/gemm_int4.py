@@ -134,7 +134,7 @@ def _check(weights: Tensor, scales: Tensor) -> None:
         shapes = list(weights.shape), list(scales.shape)
         raise ValueError(f"weights of {shapes[0]} with scales of {shapes[1]}")
     if words % _WORDS or not weights.is_contiguous() or not scales.is_contiguous():
-        raise ValueError(f"{words} words are no whole groups, or not contiguous")
+        raise ValueError(f"{words} words are not whole groups, or not contiguous")
 
 
 @cache

@@ -205,7 +205,7 @@ def replay_obstacle(
 ) -> tuple[str, bool]:
     """Return why steps of layers, on meta or not, are not replayed, and whether it is a fallback.
 
-    It is "" if they are replayed; a large layer is none, as replay was measured to gain little.
+    It is "" if they are replayed; a large layer is not one, as replay was measured to gain little.
     """
     if not cache.extends:
         return "no replay: its caches cannot be written from a trace", True

@@ -30,10 +30,8 @@ from meshllm.request import Request, Turn
 from meshllm.strict_json import WrongField
 
 MAX_TEMPLATE_CHARS = 1 << 18  # untrusted code; about ten times the size of large ones
-SHORT_CHARS = 2000  # most of a text that waits for no longer one
-OVERDUE_SHARE = (
-    8  # a text begins if it is so much shorter than all that were given up and still run
-)
+SHORT_CHARS = 2000  # a text of up to this length starts beside overdue ones that are longer
+OVERDUE_SHARE = 8  # others start if they have at most 1/8 of the length of each that is overdue
 PROMPT_S = 30.0  # s for a template and its tokens; 4 MiB of text, the most in a request, take 5 s
 
 logger = logging.getLogger(__name__)

@@ -56,7 +56,7 @@ class ToolParser:
         self._held = ""  # text that may begin a call
         self._call: _JsonCall | None = None
         self._calls = 0
-        self._opening = ""  # what was skipped before the call; content if it is none
+        self._opening = ""  # what was skipped before the call; content if there is no call
         self._is_between = not form.is_marked  # behind a marker, or at the begin of the answer
         self._is_plain = False  # no more calls
 
@@ -289,7 +289,7 @@ class _Object:
 
 
 def _parsed(raw: str) -> tuple[str, str]:
-    """Return the name and the arguments of a call; raise `_NoCallError` if it is none."""
+    """Return the name and the arguments of a call; raise `_NoCallError` if it is not a call."""
     try:
         found = json.loads(raw)
     except (ValueError, RecursionError):

@@ -126,7 +126,7 @@ class LoadWatch:
         self._call_later(_CHECK_S, self._check_linked, plan, loop_time(), left)
 
     def _was_suspended(self, due: float) -> bool:
-        """Return whether a check that was due is late, or was due while this process stood."""
+        """Return whether a check is late, or was due while this process was suspended."""
         now = loop_time()
         return now > due + BEAT or now < self._machine.woke + BEAT
 

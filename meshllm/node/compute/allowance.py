@@ -1,15 +1,15 @@
-"""How much of the machine warm-ups may take, of all rings of a compute thread together."""
+"""The budget of CPU time for warm-up steps, which all rings of a compute thread share."""
 
 from math import inf
 
 CORE_S_PER_S = 1 / 60
 """Core-seconds of steps per second."""
 SAVED_S = 60.0
-"""s of all cores that are there at first; what no step uses is saved up to as much again."""
+"""Seconds of all cores: the budget at the start, and the most that is saved up."""
 
 
 class Allowance:
-    """Spaces steps out: a ring that forms later has no minute of its own.
+    """Limits the rate of warm-up steps; a ring that forms later gets no budget of its own.
 
     ``now`` is seconds on one clock. Used by the event loop and the compute thread.
     """

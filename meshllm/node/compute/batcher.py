@@ -81,20 +81,20 @@ class Batcher(Generic[Job]):
     ) -> None:
         """Run steps with ``run``; a callback that raises ends the group ``jobs`` with its error.
 
-        The results of a batch are reported inside a context of ``together``: what follows from them
-        is sent as one.
+        The results of a batch are reported inside ``together()``, so that the messages that follow
+        are sent in one piece.
         """
         self._together = together
         self._worker = worker
         self._run = run
         self._jobs = jobs
-        self._lock = Lock()  # of the next six
-        self._steps: list[_BatchedJob[Job]] = []  # that wait, in order of submission
-        self._alone = deque[_LoneJob]()  # the same
-        self._overtaken = 0  # times that the oldest of these was
+        self._lock = Lock()  # guards the next six attributes
+        self._steps: list[_BatchedJob[Job]] = []  # waiting, in order of submission
+        self._alone = deque[_LoneJob]()  # waiting jobs that run alone
+        self._overtaken = 0  # how often others went before the oldest of these
         self._is_chunk_next = False
-        self._is_reporting = False  # the result of a chunk
-        self._has_turn = False  # one waits or runs
+        self._is_reporting = False  # whether the result of a chunk is being reported
+        self._has_turn = False  # whether a turn waits or runs
         self._numbers = count()
         self._is_closed = False
 

@@ -227,7 +227,7 @@ class Beacon(asyncio.DatagramProtocol):
         self._transports: dict[asyncio.DatagramTransport, tuple[str, int]] = {}
 
     async def open(self) -> None:
-        """Listen and send on the multicast interfaces of now, instead of those of before."""
+        """Open the sockets again, on the multicast interfaces that this machine has now."""
         self.close()
         await asyncio.sleep(0)  # which closes the sockets, so that their port is free
         self._hosts, loop = own_hosts(), asyncio.get_running_loop()

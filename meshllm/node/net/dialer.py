@@ -173,7 +173,7 @@ class _ClosedNearby(LinkLost):
 
 
 def _too_soon(address: str) -> LinkLost:
-    return LinkLost(f"Nobody has answered at `{address}`; it is not dialled again so soon")
+    return LinkLost(f"No answer from `{address}` so far: the next attempt is delayed")
 
 
 def _buggy(address: str, error: Exception) -> LinkLost:

@@ -20,8 +20,8 @@ differ by less than `ALIKE` are alike, since load changes times as well; one who
 counts as fast, and is measured by the next chat. No ring counts as more than `SLOWEST` times as
 slow: the times are what its entry says.
 
-A node may be in several of the rings, see `grouping`. What it computes for one is in the way of the
-others: a ring is as busy as the busiest of its nodes, with the requests of all rings of that node.
+A node may be in several of the rings, see `grouping`. Rings that share a node compete for it: a
+ring is as busy as the busiest of its nodes, with the requests of all rings of that node.
 Of rings that are as busy for this reason, the one with the fewest requests of its own is taken.
 
 The beginning of a chat is all up to its first question, so that its turns go to one ring even if
@@ -171,7 +171,7 @@ class ReplicaChoice:
         }
 
     def _best(self, entry: RingEntry, model: str) -> float:
-        """Return the least time per step of late; 0 if there is none."""
+        """Return the least time per step measured in the last `FRESH_S`; 0 if unknown."""
         if not (times := self._times.get((model, entry))):
             return 0.0
         since = self._clock() - FRESH_S

@@ -382,7 +382,7 @@ class RequestRouter:
         except MeshError as error:  # an engine may also refuse what a ring does not
             if is_begun:
                 raise
-            logger.info("no provider answers, a ring is awaited: %s", type(error).__name__)
+            logger.info("no provider answers, waiting for a ring: %s", type(error).__name__)
             refused = error if isinstance(error, UserError) else None
         else:
             return

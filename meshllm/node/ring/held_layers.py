@@ -289,7 +289,7 @@ class HeldLayers:
 
     def _take_back(self) -> None:
         """Release what is loaded in advance: a session needs its memory."""
-        logger.info("layers that were loaded in advance make room for a session")
+        logger.info("layers that were loaded in advance are released for a session")
         self._stop_preparing()
         self._preparing = self._tasks.create_task(self._give_up())
 

@@ -85,10 +85,10 @@ class RingRuntime:
         self._model = model
         self._host = host
         self._machine = Forming(me)
-        self._formed: Plan | None = None  # the latest that all its nodes had loaded
-        self._before: Plan | None = None  # the same when the one in force was followed
-        self._opened: Plan | None = None  # of the ring in which this node served last
-        self._replaced: Plan | None = None  # of the ring that was lost before the open one
+        self._formed: Plan | None = None  # the latest plan that all its nodes had loaded
+        self._before: Plan | None = None  # `_formed` when the plan in force was adopted
+        self._opened: Plan | None = None  # the plan of the ring in which this node served last
+        self._replaced: Plan | None = None  # the plan of the ring that was lost before that
         self._slowdown = Slowdown()
         self._job: Job | None = None  # the next one
         self._is_replaced = asyncio.Event()

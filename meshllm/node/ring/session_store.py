@@ -43,7 +43,7 @@ class SessionStore:
         me: NodeId,
         before: Plan | None,
     ) -> Self:
-        """Keep nothing yet: the span of this node is new to it, and what moved ``before``."""
+        """Start empty; layers of this node, and those moved since ``before``, count as lost."""
         index = prefix_index_for(budget, model.prefix_bytes, model.max_crop, resumes=model.resumes)
         prefixes = PrefixCache[SessionCache](index, model.max_crop)
         own = plan.stages[plan.rank(me) or 0].span

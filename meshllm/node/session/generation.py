@@ -64,7 +64,7 @@ class GenerationRequest:
     max_tokens: int | None
     """Most tokens of the answer; None is a share of those for which KV caches have room."""
     bound: int | None = field(default=None, kw_only=True)
-    """Most tokens of an answer without ``max_tokens``, as a quota leaves no more."""
+    """Most tokens of an answer without ``max_tokens``, what is left of a quota."""
     given: tuple[int, ...] = field(default=(), kw_only=True)
     """Tokens of the answer that an earlier ring sampled; they are prefilled with the prompt."""
     resume: Resumable | None = field(default=None, kw_only=True)
@@ -207,7 +207,7 @@ class Generation:
         self.step_rows = 0
         """Rows of the step in the ring that has draft tokens or a new one; 0 if there is none."""
         self.rows_beside = 0
-        """Rows of such steps of other generations, when it left or came back: the fewer of both."""
+        """Rows of other such steps in the ring when it was sent or when it came back: the fewer."""
         self.is_paused = False
         """Whether it waits for room for more tokens."""
         self.logits_request: LogitsRequest | None = None

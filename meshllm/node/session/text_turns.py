@@ -17,7 +17,7 @@ from meshllm.protocol.kv_cache.budget import KvBudget
 from meshllm.protocol.kv_cache.prefix_scope import PrefixScope
 
 CHARS = 1024
-"""Characters that count as a token of `Admission`: a turn is half a megabyte, half a second."""
+"""Characters that count as a token of `Admission`: a turn is half a megabyte, about 0.5 s."""
 
 
 class TextTurns:

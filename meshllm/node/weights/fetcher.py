@@ -444,6 +444,6 @@ class _Run:
         except PeerFault:
             if not is_begun:
                 raise
-            logger.info("what was left of `%s` is of other weights: it begins again", name)
+            logger.info("the partial download of `%s` is of other weights: starting over", name)
             await collect()
             await fetcher.off_loop(place.verify, part, self.left[part])

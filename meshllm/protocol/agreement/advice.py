@@ -37,7 +37,7 @@ def _ignored(best: Best) -> str:
     if not best.ignored:
         return ""
     said = " and ".join(f"`--{each.name}` of `{short(each.author)}`" for each in best.ignored)
-    return f"No ring is possible with {said}: what the founder set counts instead"
+    return f"No ring is possible with {said}: the founder's apply instead"
 
 
 def _other_ring(agreement: Agreement, best: Best, now: Prediction) -> str:
@@ -54,7 +54,7 @@ def _other_ring(agreement: Agreement, best: Best, now: Prediction) -> str:
     gain = f"{other * 1e3:.1f} instead of {token * 1e3:.1f} ms per token"
     if bounds:
         return f"Without {' and '.join(bounds)} the ring would take {gain}"
-    return f"A ring that takes {gain} waits until running sessions end"
+    return f"A ring that takes {gain} is pending until running sessions end"
 
 
 def _bounds(charter: Charter) -> list[str]:

@@ -106,7 +106,7 @@ def followed_plans(view: MeshView) -> dict[NodeId, Plan]:
 def highest_epoch(followed: Iterable[Plan | None]) -> int:
     """Return the highest epoch that is not absurd, from the plans of all living nodes.
 
-    It exceeds by `MAX_JUMP` that which half of them exceed, 0 for a node without a plan.
+    It is `MAX_JUMP` above the lower median of their epochs; no plan counts as 0.
     """
     epochs = sorted(plan.epoch if plan else 0 for plan in followed)
     return MAX_JUMP + (epochs[(len(epochs) - 1) // 2] if epochs else 0)

@@ -14,7 +14,7 @@ from meshllm.protocol.planning.plan import Plan, PlanStage
 MOST_SPARE = 3
 """Nodes without layers that are tried for each gap."""
 CUTS = 4
-"""Parts of a gap, behind each of which it may be divided between its neighbours."""
+"""Parts of a gap: its neighbours may divide it at the end of any of them."""
 MOST_TRIED = 64
 """Plans."""
 
@@ -50,7 +50,7 @@ def continuations(
 def _most_for_each(gaps: int) -> int:
     """Return how many ways to fill each gap are tried, so that all of them can be combined.
 
-    Of more gaps than that allows, both neighbours of the last ones.
+    At least 2: with too many gaps for that, only the last ones vary.
     """
     return max(2, *(ways for ways in range(1, MOST_TRIED + 1) if ways**gaps <= MOST_TRIED))
 

@@ -1,4 +1,4 @@
-"""Donors: the nodes that a group may take, by where they are; it takes the first that suffice."""
+"""Where a group may take nodes from, in order; it takes from the first that suffice."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeAlias

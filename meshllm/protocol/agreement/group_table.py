@@ -253,11 +253,11 @@ class GroupTable:
         return [[*ring] for ring in rings if not any(starmap(self._refuse, combinations(ring, 2)))]
 
     def is_filled(self, number: int) -> bool:
-        """Return whether a group is complete, if with fewer nodes than requested."""
+        """Return whether a group is complete, maybe with fewer nodes than requested."""
         return self.is_complete(number, self.nodes(number), strict=False)
 
     def is_over(self, node: NodeId, number: int) -> bool:
-        """Return whether a group is complete without a node, if with fewer than requested."""
+        """Return whether a group stays complete without a node, maybe with fewer than requested."""
         others = (each for each in self.nodes(number) if each != node)
         return self.is_complete(number, others, strict=False)
 
@@ -277,7 +277,7 @@ class GroupTable:
     def room(self, node: NodeId, number: int) -> tuple[int, int]:
         """Return how many layers a node can hold, without and with the ends; the latter may be < 0.
 
-        Of a group in which it takes part no share, what it could hold if it moved there.
+        If it has no share in the group: what it could hold if it moved there.
         """
         profile, group = self.view.profiles[node], self.groups[number]
         is_failing = (node, self.keys[number]) in self.failing

@@ -25,20 +25,20 @@ however many requests it sends. The asker None, who owns this node, comes before
 start and to go on. These leave one of the running places to it while it asks, and `OWNER_S` longer;
 if it has not asked for longer, its next generation waits until one of theirs ends. Who has the turn
 keeps it until its generation fits, unless others have used less meanwhile: a small one does not
-overtake a large one, which could starve. Those who ask at another node, its owner, clients and
-keys, are one asker, whose turns they take by turns. So what a node says of them, which nobody can
-check, is at the expense of these only. When nothing runs, the next one is always admitted, because
-a generation that does not fit on an empty ring is rejected at once; and when only short ones run,
-one of those that are paused can always go on: so there is always progress.
+overtake a large one, which could starve. The owner, clients and keys of another node are together
+one asker and share its turns, so that a node which misreports who asks harms its own only. When
+nothing runs, the next one is always admitted, because a generation that does not fit on an empty
+ring is rejected at once; and when only short ones run, one of those that are paused can always go
+on: so there is always progress.
 
-Nobody knows how long an answer will be, only how long it may be. One that needs room for more than
-`SHORT_ANSWER` tokens here, such as one with long reasoning, is *long* from then on: long ones leave
-one running place to others, else they pause. One that may have no more is *short*: all others leave
-the room of `SHORT_ROOM` tokens to it, if there is that much besides them, and a place. While one of
-these waits for room, short ones start: those of the asker who used the least credit first, and one
-at a time, in the room that is left, so that what others release remains for the one that waits. So
-a short answer waits for other short ones, or until another one is long, hardly ever for a long one
-to end; and none can starve a long one.
+How long an answer will be is not known in advance, only how long it may be. One that needs room for
+more than `SHORT_ANSWER` tokens here, such as one with long reasoning, is *long* from then on: long
+ones leave one running place to others, else they pause. One that may have no more is *short*: all
+others leave the room of `SHORT_ROOM` tokens to it, if there is that much besides them, and a place.
+While one of these waits for room, short ones start: those of the asker who used the least credit
+first, and one at a time, in the room that is left, so that what others release remains for the one
+that waits. So a short answer waits for other short ones, or until another one is long, hardly ever
+for a long one to end; and none can starve a long one.
 
 The KV cache of a generation may be released before it leaves, when its prefix is kept. So `ask`
 may let in others that wait, too: like `leave`, it returns all that it lets in.

@@ -33,13 +33,13 @@ from meshllm.protocol.kv_cache.budget import KvBudget
 MAX_KEPT = 64
 """Kept sessions, however short."""
 MAX_STATES = 8
-"""The same for a model with recurrent state, which is as large as many positions."""
+"""Kept sessions of a model with recurrent state, which is as large as many positions."""
 IDLE_S = 1800.0
 """Seconds until an unused session is evicted, so that an abandoned chat holds no memory."""
 OWN_SHARE = 2
-"""One in so many places is for sessions of the owner."""
+"""The latest sessions of the owner, up to 1/`OWN_SHARE` of the places, are evicted last."""
 RESUME_S = 60.0
-"""The same for the sessions of a ring that was lost, which go on at once."""
+"""Seconds until a session of a lost ring is evicted: it is resumed soon, or not at all."""
 
 
 class Chunk(NamedTuple):

@@ -1,11 +1,11 @@
-"""A limit on failed dials of one port and of one host, whichever peers name it.
+"""A limit on failed dials of one port and of one host, shared by all peers that announce it.
 
 Peers choose their addresses, so several of them could make this node call a stranger's server again
 and again, or try all ports of a host. A port, or a node behind a relay there, has `BURST` attempts,
 then one in each `PAUSE_S`. All ports of a host together have `PORTS` times as many. Where a node
 has proved who it is, `MOST_UNANSWERED` attempts come first: a node that restarts is dialled as soon
-as it is back. These ports, and no others, do not count for their host: who names other ports of a
-host must not keep this node from the one that it knows there.
+as it is back. These ports, and no others, do not count for their host: a peer that announces other
+ports of a host must not block the one that is known there.
 """
 
 from typing import Any

@@ -439,7 +439,7 @@ class Mesh:
         ]
 
     def _is_told(self, contact: Contact, message: Items | Summary | Want) -> bool:
-        """Return whether a message is one of removals, of a node to this client."""
+        """Return whether this client got removals, and nothing else, from a node."""
         return (
             not self._is_node
             and contact.role is Role.NODE

@@ -1,8 +1,8 @@
 """Peers that break the rules again and again.
 
-One invalid request is a bug or a typo; a peer with `MAX_STRIKES` of them in `WINDOW_S` makes this
-node work for nothing and is refused until the window has passed. Invalid hidden states end the
-request of somebody else: `MAX_FAULTS` of them in `FAULTS_S` are too many.
+One invalid request is a bug or a typo; a peer with `MAX_STRIKES` of them in `WINDOW_S` wastes this
+node's time and is refused until the window has passed. Invalid hidden states end the request of
+another member: `MAX_FAULTS` of them in `FAULTS_S` are too many.
 """
 
 from collections import deque

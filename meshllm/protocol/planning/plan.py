@@ -20,7 +20,7 @@ from meshllm.protocol.session.messages import MAX_RANKS
 
 MAX_NAME_BYTES = 512  # of UTF-8; a Hugging Face name has at most 96 characters on each side of `/`
 MAX_EPOCH = (1 << 32) - 1  # largest value of the field in ring messages
-MAX_JUMP = 1 << 16  # epochs by which honest nodes may differ; halves of a mesh, after long apart
+MAX_JUMP = 1 << 16  # most that an epoch may exceed the median: a mesh may be partitioned for long
 MAX_SECONDS = 3600.0  # of one layer or one hop; a slower node cannot join a ring
 
 _MAGIC = b"meshllm plan 1\n"

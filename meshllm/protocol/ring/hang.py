@@ -27,10 +27,10 @@ TELLING_S = 1.0  # s
 
 
 def result_limit_s(times: RingTimes, rows: int, before: int, jobs: int) -> float:
-    """Return the seconds in which ``rows`` rows come back behind ``before`` others, or never.
+    """Return the seconds after which ``rows`` rows that follow ``before`` others count as lost.
 
-    ``jobs`` as long as that wait for the slowest rank. An honest rank that takes longer is hung by
-    its own limits, and leaves: one that goes on swallows rows.
+    Up to ``jobs`` jobs of that size wait at the slowest rank. An honest rank that takes longer
+    exceeds its own limits and leaves the ring; one that stays is dropping rows.
     """
     slowest = max(rank.compute_s(rows, before) for rank in times.ranks)
     return FIRST_S + max(HANG_S, TIMES * MOST_SLOW * jobs * slowest)

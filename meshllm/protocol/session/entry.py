@@ -160,9 +160,9 @@ class Entry:
         self._tries = 0
         self._base: PrefixHit | None = None
         self._recompute = 0  # positions to compute again in the lost layers of the base
-        self._is_asking = False  # how many of them these hold nevertheless
+        self._asks_held = False  # how many of them they still hold
         self._chunks: list[Chunk] = []  # how the positions so far were computed
-        self._is_told = False  # whether `take_chunks` has returned them as they are
+        self._is_reported = False  # whether `take_chunks` has returned the current chunks
         self._waiting = 0.0  # time of the last injection, result or Close
         self.reused = 0
         """Positions of the prompt that came from the prefix cache."""
@@ -210,8 +210,8 @@ class Entry:
 
         Later ones are computed in decode steps, unless this returns something else.
         """
-        is_told, self._is_told = self._is_told, True
-        return None if is_told else tuple(self._chunks)
+        was_reported, self._is_reported = self._is_reported, True
+        return None if was_reported else tuple(self._chunks)
 
     @property
     def lost(self) -> tuple[Span, ...]:
@@ -227,8 +227,8 @@ class Entry:
             return self._next_job()
         self.reused, self._chunks = base.length, list(base.chunks)
         self._recompute = base.length if base.lost else 0
-        self._is_asking = base.held > 0 and task.ring > 1
-        if not self._is_asking:
+        self._asks_held = base.held > 0 and task.ring > 1
+        if not self._asks_held:
             self._begin_at(self._whole_chunks(base.held) if base.lost else base.length)
         self.capacity = base.capacity if base.whole else base.length
         fields = base.session, base.length, base.whole, base.lost, base.held
@@ -249,8 +249,8 @@ class Entry:
             case EntryState.PREFILL | EntryState.DECODE, Malformed(text=text):
                 last = self._task.ring - 1  # its link has counted the fault
                 return self._fail(Failed(FaultCode.RULES, text, last), now)
-            case EntryState.PREFILL, Resume(held=held) if self._is_asking:
-                self._is_asking = False
+            case EntryState.PREFILL, Resume(held=held) if self._asks_held:
+                self._asks_held = False
                 self._begin_at(self._whole_chunks(min(held, self._base.held if self._base else 0)))
                 return self._next_job()
             case EntryState.CLOSING, Close(tallies=tallies) if len(tallies) == self._task.ring - 1:
@@ -345,7 +345,7 @@ class Entry:
         """When ``expire`` has something to do; None while the next move is the driver's."""
         if self.state is EntryState.CLOSING:
             return self._waiting + self._pace.close_s
-        if self._is_live and (self._flight or self._is_asking) and self._job is None:
+        if self._is_live and (self._flight or self._asks_held) and self._job is None:
             return self._waiting + self._pace.patience_s * (1 << self._tries)
         return None
 
@@ -416,7 +416,7 @@ class Entry:
     def _start_recompute(self, pos: int) -> list[Action]:
         """Start the next Embed for the lost layers: the same chunk as before, or some steps."""
         chunk = next(each for each in self._chunks if each.stop > pos)
-        if self._job or self._is_asking or len(self._flight) >= self._window(is_step=chunk.is_step):
+        if self._job or self._asks_held or len(self._flight) >= self._window(is_step=chunk.is_step):
             return []
         most = pos + self._task.recompute_rows if chunk.is_step else self._recompute
         stop = min(chunk.stop, most)
@@ -484,7 +484,7 @@ class Entry:
     def _result(self, data: Data, now: float) -> list[Action]:
         end, known = data.pos + data.rows, len(self._tokens)
         if end <= self._done or end in self._back:
-            return []  # a repetition, which must not renew the patience
+            return []  # a duplicate, which must not restart the retry timeout
         before = (each for each in self._flight if each < end)
         rows = end - max(self._done, known - 1, *before)
         has_rows = data.blob is not None and data.blob.shape[:2] == (1, rows)
@@ -518,7 +518,7 @@ class Entry:
             text = f"No progress past position {self._best} after {self._tries} retries"
             return self._fail(Failed(FaultCode.TIMED_OUT, text, 0), now)
         self._tries += 1
-        self._is_told = self._is_asking = False
+        self._is_reported = self._asks_held = False
         first = min(start, self._done, len(self._tokens))
         held, self._recompute = max(self._injected, self._recompute), 0
         self._done = self._injected = first if self._can_crop(held - first) else 0

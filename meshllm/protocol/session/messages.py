@@ -18,7 +18,7 @@ PROTOCOL_MINOR = 0
 """Counts additions within the major version; for people only."""
 
 MAX_RANKS = 256
-"""Ranks of one ring: more hops than any model has layers to share."""
+"""Ranks of one ring: more than any model has layers."""
 
 INT8_BLOCK = 32
 """Values of a row that share a scale when they are sent as int8; the last block of a row may be

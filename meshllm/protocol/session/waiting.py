@@ -9,7 +9,7 @@ know it; a plan counts it with the workspace of a forward, as memory that caches
 
 The entry alone lets rows into the ring, and all of them may wait on the same rank. There is room
 for the steps of all sessions: one that runs beside others has one step in flight, and perhaps one
-that was given up, and the queues of a few are full that had the ring to themselves. The chunks of
+that was given up, and the queues of a few that ran alone before may be full. The chunks of
 prompts, and the rows of steps that are computed again after a loss, are many more: a session sends
 them if they fit beside all rows in flight, else it queues. So a prompt that runs alone has all the
 room, and those that run at once share it by turns, in FIFO order. There is always progress: any

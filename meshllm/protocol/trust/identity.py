@@ -41,8 +41,8 @@ class NodeKey:
 def verify(node: NodeId, data: bytes, signature: bytes) -> bool:
     """Return whether ``node`` signed ``data``; False if ``node`` is not a valid public key.
 
-    A point of small order is none: without a private key, signatures of it can be made (RFC 8032,
-    5.1.7, accepts them; "Taming the many EdDSAs", Chalkias and others, 2020).
+    A point of small order is not valid: without a private key, signatures of it can be made (RFC
+    8032, 5.1.7, accepts them; "Taming the many EdDSAs", Chalkias and others, 2020).
     """
     if _y(node) % _PRIME in _SMALL_ORDER:
         return False

@@ -29,14 +29,14 @@ OPEN_S = 5.0
 """Timeout of the handshake."""
 REFUSED_S = 0.05
 REFUSED_ROUNDS = 3
-"""Rounds of at least so many seconds, and two round trips, each with a PING, that a peer has to
-answer once its host refuses a datagram: its acknowledgement may be delayed by 25 ms. A refusal
-(ICMP, RFC 9000 section 14.2.1) can be forged: it ends no link whose peer sends anything in that
-time. More than one proves no more, and hosts send few per second."""
+"""After its host refuses a datagram, a peer has this many rounds to answer a PING, each of at least
+`REFUSED_S` and two round trips: its acknowledgement may be delayed by 25 ms. A refusal (ICMP, RFC
+9000 section 14.2.1) can be forged: it ends no link whose peer sends anything in that time. More
+than one proves no more, and hosts send few per second."""
 TICK_S = 1e-6
 GRACE_S = 0.5
-"""If a timer is so late, this process was suspended. What the peer sent meanwhile is read, and it
-gets so long to answer, before the connection ends."""
+"""A timer that is this late means that the process was suspended: what the peer sent meanwhile is
+read first, and it gets as long again to answer."""
 REFUSED: Final = 1
 BROKEN: Final = 2
 """Error codes of CONNECTION_CLOSE besides 0: peer refused, protocol violation."""
@@ -312,7 +312,7 @@ class Connection:
             return
         if self._round_end is not None and now >= self._round_end:
             if self._rounds == REFUSED_ROUNDS:
-                self.link.end(LinkLost("Nobody listens at the peer's address any more"))
+                self.link.end(LinkLost("The peer no longer listens at its address"))
                 self.abort()
                 return
             self._begin_round(now)

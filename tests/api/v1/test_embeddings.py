@@ -137,4 +137,4 @@ async def test_what_computes_no_embeddings_is_told(
 
     error = said.json()["error"]
     assert (said.status_code, error["param"]) == (400, "model")
-    assert error["message"] == "What serves `builtin` computes no embeddings"
+    assert error["message"] == "The backend of `builtin` does not compute embeddings"

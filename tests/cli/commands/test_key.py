@@ -136,7 +136,7 @@ def test_a_key_of_elsewhere_is_revoked_from_stdin(meshllm: Invoke, home: Path) -
     with Accounts.open(home / "state" / "meshllm") as accounts:
         assert accounts.is_revoked("sk-of-elsewhere")
     assert (result.exit_code, result.stdout) == (0, "")
-    assert result.stderr == "the key is revoked here; the mesh learns it when the node runs\n"
+    assert result.stderr == "the key is revoked here; other nodes are notified when the node runs\n"
 
 
 def test_a_date_that_no_calendar_has_is_listed(meshllm: Invoke, home: Path) -> None:

@@ -806,7 +806,7 @@ def test_a_node_goes_on_if_nobody_takes_the_ticket_with_the_relay(
         run_virtual(printing)
 
     assert said[-1].event == "unprinted"
-    assert said[-1].text.startswith("the ticket that leads to the relay was not printed: ")
+    assert said[-1].text.startswith("the ticket with the address of the relay was not printed: ")
     assert file.exists() is (lost == "stdout")
     if lost == "file":
         os.close(reader)

@@ -19,7 +19,7 @@ def test_a_waiting_ring_is_named() -> None:
     world = World({A: profile(4), B: profile(4, ms=0.5)}, followed={A: SLOW}, busy={A})
 
     assert advise(world.agree()) == (
-        "A ring that takes 2.0 instead of 4.0 ms per token waits until running sessions end"
+        "A ring that takes 2.0 instead of 4.0 ms per token is pending until running sessions end"
     )
 
 

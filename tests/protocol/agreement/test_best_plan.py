@@ -87,9 +87,7 @@ def test_a_term_of_a_member_that_leaves_no_ring_yields_to_the_founders(
 
     assert found.plan == THREE.agree().plan
     said = names.format(*[short(C)] * 2)
-    assert advise(found) == (
-        f"No ring is possible with {said}: what the founder set counts instead"
-    )
+    assert advise(found) == (f"No ring is possible with {said}: the founder's apply instead")
 
 
 def test_a_node_that_the_founder_excludes_is_not_said_to_be_excluded_by_a_member() -> None:

@@ -77,7 +77,7 @@ function revoke(name) {
   reported(async () => {
     const { is_told: isTold } = await (await call("/owner/keys/revoke", { name })).json();
     await drawKeys();
-    if (!isTold) throw new Error(`${name} is revoked here; the mesh learns it when the node runs`);
+    if (!isTold) throw new Error(`${name} is revoked here; other nodes are notified when the node runs`);
   });
 }
 
