@@ -5,7 +5,7 @@ import logging
 import os
 import time
 from asyncio import FIRST_COMPLETED
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, Generic, TypeVar
 
@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 BODY_S = 30.0  # s to receive a body; 4 MiB at 1.2 Mbit/s
 KEEP_ALIVE_S = 10.0  # proxies close a connection that is idle for 30 to 60 s
 SHORT_BYTES = 16 * 1024  # of JSON that is read in a millisecond or two
+HELD_STEP = 256 * 1024  # of a longer body, which are counted at a time
 REST = 2.0  # times as long as a long one took
 MAX_LONG = 1024  # that wait to be read: more than a door has connections
 DRAIN_BYTES = 256 << 20  # of a body that is refused, for a client that reads after it has sent all
@@ -179,12 +180,13 @@ async def within(
     Raises:
         TimedOut: they are not complete within ``limit_s``; its message says ``whose`` limit it is.
     """
-    clock = asyncio.get_running_loop().time
-    end = clock() + limit_s
+    end = asyncio.get_running_loop().time() + limit_s
     async with aclosing(items):
         try:
             while True:
-                yield await asyncio.wait_for(anext(items), end - clock())
+                async with asyncio.timeout_at(end):  # `wait_for` of 3.11 may lose a cancellation
+                    item = await anext(items)
+                yield item
         except StopAsyncIteration:
             return
         except TimeoutError:
@@ -202,12 +204,12 @@ async def begun_within(
     Raises:
         TimedOut: none of them ``is_begun`` within ``limit_s``.
     """
-    clock = asyncio.get_running_loop().time
-    end, has_begun = clock() + limit_s, False
+    end, has_begun = asyncio.get_running_loop().time() + limit_s, False
     async with aclosing(items):
         try:
             while not has_begun:
-                item = await asyncio.wait_for(anext(items), end - clock())
+                async with asyncio.timeout_at(end):
+                    item = await anext(items)
                 has_begun = is_begun(item)
                 yield item
         except StopAsyncIteration:
@@ -221,10 +223,15 @@ async def begun_within(
             yield item
 
 
-async def read_body(request: Request, longest: int = REQUEST_BYTES) -> bytes:
-    """Read a body.
+async def read_body(
+    request: Request,
+    longest: int = REQUEST_BYTES,
+    hold: Callable[[int], object] = lambda _size: None,
+) -> bytes:
+    """Read a body; ``hold`` counts the bytes of a long one before they arrive.
 
     Raises:
+        Busy: ``hold`` raised it.
         BodyTooLarge: it has more bytes than the ``longest``, or announces that it has.
         BodyTooSlow: it takes longer than `BODY_S`.
         BodyEncoded: it is compressed.
@@ -233,29 +240,70 @@ async def read_body(request: Request, longest: int = REQUEST_BYTES) -> bytes:
     if the rest were not read, a reset would reach it instead. The others keep theirs, and uvicorn
     discards the rest.
     """
-    closes = "close" in request.headers.get("connection", "").lower()
-    most = DRAIN_BYTES if closes else longest
+    body, closes = _IncomingBody(longest, hold), "close" in _header(request, "connection")
     announced = request.headers.get("content-length", "0")
-    is_too_large = len(announced) > MAX_DIGITS or int(announced) > longest
-    body, size = bytearray(), 0
-    if closes or not is_too_large:
+    if len(announced) > MAX_DIGITS or int(announced) > longest:
+        body.refuse_length()
+    if closes or body.error is None:
         try:
             async with awake_timeout(BODY_S):
-                async for chunk in request.stream():
-                    size += len(chunk)
-                    if size > most:
-                        break
-                    if size <= longest:
-                        body += chunk
+                await body.receive(request.stream(), DRAIN_BYTES if closes else 0)
         except TimeoutError:
             raise BodyTooSlow(f"The body did not arrive within {BODY_S:.0f} s") from None
-    if is_too_large or size > longest:
-        raise BodyTooLarge(f"The body is longer than {longest} bytes")
-    encoding = request.headers.get("content-encoding", "").strip()
-    if encoding.lower() not in ("", "identity"):
+    if body.error:
+        raise body.error
+    encoding = _header(request, "content-encoding").strip()
+    if encoding not in ("", "identity"):
         text = f"A body in the content encoding `{encoding[:40]}` is not supported"
         raise BodyEncoded(text, hint="send it uncompressed")
-    return bytes(body)
+    return bytes(body.received)
+
+
+class _IncomingBody:
+    """A body that arrives: its bytes are kept until it is refused."""
+
+    def __init__(self, longest: int, hold: Callable[[int], object]) -> None:
+        self.received = bytearray()
+        self.error: MeshError | None = None
+        """Why it is refused."""
+        self._longest, self._hold = longest, hold
+        self._held = SHORT_BYTES
+
+    def refuse_length(self) -> None:
+        self._refuse(BodyTooLarge(f"The body is longer than {self._longest} bytes"))
+
+    async def receive(self, chunks: AsyncIterator[bytes], drained: int) -> None:
+        """Keep the chunks; once the body is refused, read on up to ``drained`` bytes of it."""
+        size = 0
+        async for chunk in chunks:
+            size += len(chunk)
+            self._take(chunk)
+            if self.error and size > drained:
+                return
+
+    def _take(self, chunk: bytes) -> None:
+        if self.error:
+            return
+        size = len(self.received) + len(chunk)
+        if size > self._longest:
+            self.refuse_length()
+            return
+        try:
+            while self._held < size:
+                self._hold(HELD_STEP)
+                self._held += HELD_STEP
+        except Busy as error:
+            self._refuse(error)
+            return
+        self.received += chunk
+
+    def _refuse(self, error: MeshError) -> None:
+        self.error = error
+        self.received.clear()
+
+
+def _header(request: Request, name: str) -> str:
+    return request.headers.get(name, "").lower()
 
 
 async def while_connected(request: Request, doing: Coroutine[Any, Any, T]) -> T:

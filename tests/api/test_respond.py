@@ -1,5 +1,6 @@
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from threading import Event, get_ident
 
 import pytest
@@ -7,16 +8,21 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message
 
 from meshllm.api.respond import (
+    HELD_STEP,
     KEEP_ALIVE_S,
     REST,
     SHORT_BYTES,
     LongReader,
     Stream,
+    begun_within,
+    read_body,
     while_connected,
+    within,
 )
 from meshllm.errors import Busy, MeshError, UserError
 from meshllm.node.requests import held_bytes
 from meshllm.testing.clock import run_virtual
+from tests.builders.waiting import timers_fired
 
 
 def _fail(_: MeshError) -> bytes:
@@ -269,3 +275,91 @@ async def test_what_fails_for_a_client_that_stays_is_told() -> None:
 
     with pytest.raises(UserError, match="no"):
         await while_connected(Request({"type": "http"}, _stay), work())
+
+
+Timed = Callable[[AsyncGenerator[int, None]], AsyncGenerator[int, None]]
+TIMED: list[Timed] = [
+    lambda items: within(items, 3600, "the request"),
+    lambda items: begun_within(items, 3600, lambda _: False),
+]
+
+
+@pytest.mark.parametrize("timed", TIMED, ids=["deadline", "first token"])
+@pytest.mark.parametrize("turns", range(5))
+async def test_a_client_that_leaves_just_when_an_item_comes_ends_its_answer(
+    timed: Timed, turns: int
+) -> None:
+    go, closed = asyncio.Event(), asyncio.Event()
+
+    async def items() -> AsyncGenerator[int, None]:
+        try:
+            await go.wait()
+            for number in range(100):
+                yield number
+                await asyncio.sleep(0)
+        finally:
+            closed.set()
+
+    async def answer() -> list[int]:
+        async with aclosing(timed(items())) as events:
+            return [each async for each in events]
+
+    answering = asyncio.ensure_future(answer())
+    await asyncio.sleep(0)
+    go.set()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    answering.cancel()
+    await asyncio.wait({answering})
+
+    assert answering.cancelled()
+    assert closed.is_set()
+
+
+class Arriving:
+    """A request whose body arrives in pieces."""
+
+    def __init__(self, headers: dict[str, str] | None = None) -> None:
+        self.queue = asyncio.Queue[Message]()
+        self.held = list[int]()
+        named = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
+        self.request = Request({"type": "http", "headers": named}, self.queue.get)
+
+    def put(self, size: int, *, more: bool = True) -> None:
+        message = {"type": "http.request", "body": b"x" * size, "more_body": more}
+        self.queue.put_nowait(message)
+
+    def hold(self, size: int) -> None:
+        self.held.append(size)
+
+
+async def test_a_long_body_is_counted_as_it_arrives() -> None:
+    short, long = Arriving(), Arriving()
+    short.put(SHORT_BYTES, more=False)
+    assert len(await read_body(short.request, hold=short.hold)) == SHORT_BYTES
+    assert short.held == []
+
+    reading = asyncio.ensure_future(read_body(long.request, hold=long.hold))
+    for _ in range(3):
+        long.put(HELD_STEP // 2)
+    await timers_fired()
+    assert long.held == [HELD_STEP] * 2
+    long.put(0, more=False)
+    assert len(await reading) == 3 * HELD_STEP // 2
+
+
+@pytest.mark.parametrize("closes", [False, True])
+async def test_a_body_for_which_there_is_no_memory_is_refused(closes: bool) -> None:
+    body = Arriving({"connection": "close"} if closes else None)
+
+    def refuse(_: int) -> None:
+        raise Busy("full")
+
+    reading = asyncio.ensure_future(read_body(body.request, hold=refuse))
+    for _ in range(3):
+        body.put(HELD_STEP)
+    await timers_fired()
+    assert reading.done() == (not closes)  # which reads what follows first
+    body.put(0, more=False)
+    with pytest.raises(Busy, match="full"):
+        await reading

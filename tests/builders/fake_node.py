@@ -160,12 +160,12 @@ class FakeNode:
             return
         try:
             for place, event in enumerate((self.progress, *(self.said or hello))):
-                if place == self.fails_at:
-                    raise self.error
                 if place == (self.waits_at or 0):
                     self.begun.set()
                 if place == self.waits_at:
                     await self.go.wait()
+                if place == self.fails_at:
+                    raise self.error
                 yield event
         finally:
             await asyncio.sleep(0)  # cancelling a generation on every node takes a while

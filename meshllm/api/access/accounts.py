@@ -117,6 +117,11 @@ class ApiKey:
         }
 
 
+def is_of_owner(key: ApiKey | None) -> bool:
+    """Return whether the owner asks: what comes without a key is from this machine."""
+    return key is None or key.is_owner
+
+
 @dataclass(frozen=True, slots=True)
 class KeyUsage:
     """Requests and their tokens."""

@@ -196,10 +196,13 @@ def answer_as_needed(
     needs = needs or Needs()
     needs.check(model)
     needs, whose = _with_deadline(needs, key)
-    events = service.answer(key, model, [needs.of(each) for each in asked], outline)
-    if needs.first_token_ms:
-        events = begun_within(events, needs.first_token_ms / 1000, _is_begun)
-    return within(events, needs.deadline_ms / 1000, whose) if needs.deadline_ms else events
+
+    def timed(events: AsyncGenerator[Choices, None]) -> AsyncGenerator[Choices, None]:
+        if needs.first_token_ms:
+            events = begun_within(events, needs.first_token_ms / 1000, _is_begun)
+        return within(events, needs.deadline_ms / 1000, whose) if needs.deadline_ms else events
+
+    return service.answer(key, model, [needs.of(each) for each in asked], outline, timed)
 
 
 def _with_deadline(needs: Needs, key: ApiKey | None) -> tuple[Needs, str]:

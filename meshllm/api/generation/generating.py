@@ -153,10 +153,12 @@ async def read_fields(
     def convert(found: object) -> tuple[T, dict[str, object]]:
         return build_fields(found, kind, apart, harmless, neutral)
 
-    data = await read_body(request)
-    reading = service.read(key_of(request), data, convert)
-    is_short = len(data) <= SHORT_BYTES  # does not wait
-    return await (reading if is_short else while_connected(request, reading))
+    key = key_of(request)
+    with service.receiving(key) as hold:
+        data = await read_body(request, hold=hold)
+        reading = service.read(key, data, convert)
+        is_short = len(data) <= SHORT_BYTES  # does not wait
+        return await (reading if is_short else while_connected(request, reading))
 
 
 def build_fields(

@@ -11,7 +11,7 @@ from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias, TypeVar
 
-from meshllm.api.access.accounts import Accounts, ApiKey, KeyLimits, KeyUsage
+from meshllm.api.access.accounts import Accounts, ApiKey, KeyLimits, KeyUsage, is_of_owner
 from meshllm.api.failure import INVALID, LATER, RETRY_S, Failure, Refused
 from meshllm.api.port import ModelPort
 from meshllm.api.respond import LongReader
@@ -60,6 +60,10 @@ class _Tally:
                 self.written = event.written_for(self.asked)
 
 
+def _untimed(events: AsyncGenerator[Choices, None]) -> AsyncGenerator[Choices, None]:
+    return events
+
+
 @dataclass(slots=True)
 class Service:
     """Models that answer, to keys within their limits; counts what they use."""
@@ -71,6 +75,7 @@ class Service:
     """Of the trace of its requests, if there is one."""
     _owners: LongReader = field(default_factory=LongReader)
     _others: LongReader = field(default_factory=LongReader)
+    _bodies: HeldBytes = field(default_factory=HeldBytes)
     _held: HeldBytes = field(default_factory=HeldBytes)
     """All requests of an answer: the node counts those that have begun."""
     _running: Counter[str] = field(default_factory=Counter)
@@ -110,6 +115,15 @@ class Service:
             hint=f"served: {listed}",
         )
 
+    @contextmanager
+    def receiving(self, key: ApiKey | None) -> Iterator[Callable[[int], None]]:
+        """Yield what counts so many bytes of a body of a key, until the context ends.
+
+        It raises `Busy` for too many bytes of bodies that arrive, or wait to be read.
+        """
+        with ExitStack() as held:
+            yield lambda size: held.enter_context(self._bodies.holding(_asker(key), size))
+
     async def read(self, key: ApiKey | None, data: bytes, convert: Callable[[object], T]) -> T:
         """Convert the JSON of a request, see `LongReader`; the owner waits for nobody else."""
         reader = self._owners if is_of_owner(key) else self._others
@@ -121,10 +135,12 @@ class Service:
         model: ModelStatus,
         asked: Sequence[Request],
         outline: OutlineMode | None = None,
+        timed: Callable[[AsyncGenerator[Choices, None]], AsyncGenerator[Choices, None]] = _untimed,
     ) -> AsyncGenerator[Choices, None]:
         """Yield the events of all requests, each with the place of its own, see `Backend`.
 
-        They are one request of the key, accounted for at its end; an error in one ends all.
+        They are one request of the key, accounted for at its end; an error in one ends all, as does
+        one of ``timed``, which limits the time of all events.
 
         Raises:
             Busy: too many bytes of its prompts are in progress.
@@ -137,14 +153,13 @@ class Service:
             await self._learn_usage(key)
             asked = [self._scoped(key, within_limits(key, each)) for each in asked]
             outline = self._affordable(key, asked, outline)
-            asker = key.name if key and not key.is_owner else None
             reserving = self._reserved(key, asked, outline)
-            with self._held.holding(asker, size_of(*asked)), reserving as reserved:
+            with self._held.holding(_asker(key), size_of(*asked)), reserving as reserved:
                 node = self._recorded(model, asked)
                 backend = OutlineBackend(node, outline) if outline else node
                 name = model.name if model.providers or model.key else ""  # the only one
                 streams = [backend.generate(replace(each.request, model=name)) for each in reserved]
-                async with aclosing(merge(streams, MAX_TOGETHER)) as events:
+                async with aclosing(timed(merge(streams, MAX_TOGETHER))) as events:
                     async for place, event in events:
                         tallies[place].take(event)
                         reserved[place].take(event, time.time())
@@ -249,9 +264,9 @@ def day_of(seconds: float) -> str:
     return time.strftime("%Y-%m-%d", time.gmtime(seconds))
 
 
-def is_of_owner(key: ApiKey | None) -> bool:
-    """Return whether the owner asks: what comes without a key is from this machine."""
-    return key is None or key.is_owner
+def _asker(key: ApiKey | None) -> str | None:
+    """Return who asks, see `HeldBytes`; None is the owner."""
+    return None if key is None or key.is_owner else key.name
 
 
 def _fitting(model: ModelStatus, asked: Request) -> Request:

@@ -62,9 +62,10 @@ def tools_of_messages(listed: object, choice: object) -> Tools | None:
     functions = [
         _anthropic_function(each, f"tools[{place}]") for place, each in enumerate(_list(listed))
     ]
+    choice = {"type": "auto"} if choice is None else choice
     fields = dict(choice) if isinstance(choice, dict) else {}
     is_single, named = fields.pop("disable_parallel_tool_use", None) is True, None
-    kind, name = fields.pop("type", None if fields else "auto"), fields.pop("name", None)
+    kind, name = fields.pop("type", None), fields.pop("name", None)
     if kind == "tool" and isinstance(name, str):
         kind, named, name = "any", name, None
     if fields or name is not None or kind not in ("auto", "any", "none"):  # it may be a list

@@ -2,9 +2,7 @@
 
 import asyncio
 from base64 import b64encode
-from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from hashlib import sha256
 from importlib.resources import files
 
@@ -13,11 +11,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from meshllm.api.access.accounts import ApiKey
+from meshllm.api.access.connection_limit import ConnectionLimit
 from meshllm.api.access.gate import identify_again, key_of
 from meshllm.api.failure import LATER, Refused, compact
 from meshllm.api.generation.reply import PATIENCE, STREAM, event, failure
-from meshllm.api.generation.service import is_of_owner
 from meshllm.api.page.view import PageStatus, view_of
 from meshllm.api.port import ModelPort
 from meshllm.api.respond import Stream
@@ -71,7 +68,7 @@ def _hash_of(content: bytes) -> str:
 
 def event_routes(node: ModelPort, *, is_public: bool) -> list[Route]:
     """Return the routes of the page's data; ``is_public`` hides from guests who takes part."""
-    watchers = _Watchers()
+    watchers = ConnectionLimit(MAX_WATCHERS, MAX_OF_KEY)
 
     async def events(request: Request) -> Response:
         changes = _changes(node, request, watchers, is_public=is_public)
@@ -80,28 +77,8 @@ def event_routes(node: ModelPort, *, is_public: bool) -> list[Route]:
     return [Route("/page/events", events)]
 
 
-class _Watchers:
-    """Counts who watches, by key; guests cannot take the places of the owner."""
-
-    def __init__(self) -> None:
-        self._owners, self._others = Counter[str](), Counter[str]()
-
-    @contextmanager
-    def counted(self, key: ApiKey | None) -> Iterator[None]:
-        """Count one more inside the context; raise `Refused` if there are too many."""
-        is_owners, name = is_of_owner(key), key.name if key else ""
-        alike = self._owners if is_owners else self._others
-        if alike.total() >= MAX_WATCHERS or (not is_owners and alike[name] >= MAX_OF_KEY):
-            raise Refused("Too many pages are open", LATER, hint="close some of them")
-        alike[name] += 1
-        try:
-            yield
-        finally:
-            alike[name] -= 1
-
-
 async def _changes(
-    node: ModelPort, request: Request, watchers: _Watchers, *, is_public: bool
+    node: ModelPort, request: Request, watchers: ConnectionLimit, *, is_public: bool
 ) -> AsyncGenerator[PageStatus | None, None]:
     """Yield the state at once and after each change; None after some time without one.
 
@@ -110,7 +87,8 @@ async def _changes(
     """
     key, shown = key_of(request), None
     quiet_s = known_s = 0.0
-    with watchers.counted(key):
+    full = Refused("Too many pages are open", LATER, hint="close some of them")
+    with watchers.counted(key, full):
         while True:
             if known_s >= IDENTIFY_S:
                 key, known_s = await identify_again(request), 0.0

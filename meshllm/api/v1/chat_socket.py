@@ -15,14 +15,15 @@ others, which close their generations on every node.
 import asyncio
 import json
 from collections.abc import Mapping
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from starlette.routing import WebSocketRoute
-from starlette.websockets import WebSocket, WebSocketDisconnect
+from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from meshllm.api.access.accounts import ApiKey
+from meshllm.api.access.connection_limit import ConnectionLimit
 from meshllm.api.access.gate import identify_again, key_of
 from meshllm.api.failure import (
     RETRY_S,
@@ -45,12 +46,13 @@ from meshllm.strict_json import WrongField, build
 PATH = "/v1/chat/socket"
 PROTOCOL = "meshllm.chat.1"
 """The subprotocol; a client may offer it."""
-MAX_SOCKETS = 128  # of one door
+MAX_SOCKETS = 128  # of one door; the owner has as many of its own
+MAX_OF_KEY = 32
 MAX_ASKS = 8  # in progress on one connection
 MAX_ID_CHARS = 64
 IDLE_S = 300.0  # s without a message or an answer in progress, after which the connection ends
 
-_INVALID, _AWAY = 1008, 1001  # close codes, RFC 6455
+_INVALID, _AWAY, _ABNORMAL = 1008, 1001, 1006  # close codes, RFC 6455
 _FULL = Failure(503, "server_error", "service_unavailable", retry_s=RETRY_S)
 _TOO_MANY = Failure(429, "requests", "rate_limit_exceeded", retry_s=RETRY_S)
 
@@ -84,14 +86,15 @@ class CancelAsk:
 
 def routes(service: Service) -> list[WebSocketRoute]:
     """Return the routes of a service."""
-    sockets = asyncio.Semaphore(MAX_SOCKETS)
+    sockets = ConnectionLimit(MAX_SOCKETS, MAX_OF_KEY)
 
     async def chat(socket: WebSocket) -> None:
-        if sockets.locked():
-            full = Refused(f"This server has {MAX_SOCKETS} WebSockets, its limit", _FULL)
-            await socket.send_denial_response(response_of(full))
-            return
-        async with sockets:
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(sockets.counted(key_of(socket), _too_many_sockets()))
+            except Refused as full:
+                await socket.send_denial_response(response_of(full))
+                return
             await socket.accept(PROTOCOL if PROTOCOL in socket.scope["subprotocols"] else None)
             await _ChatSocket(service, socket).run()
 
@@ -106,6 +109,12 @@ class _ChatSocket:
     socket: WebSocket
     answers: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     """In progress, by the id of the ask."""
+    quiet_since: float = field(default_factory=_now)
+    """When the last message came, or the last answer ended."""
+
+    @property
+    def _is_open(self) -> bool:
+        return self.socket.application_state is WebSocketState.CONNECTED
 
     async def run(self) -> None:
         """Answer until the client leaves, sends what is invalid, or is idle."""
@@ -120,13 +129,16 @@ class _ChatSocket:
     async def _read(self, group: asyncio.TaskGroup) -> None:
         while True:
             try:
-                async with awake_timeout(IDLE_S):
+                async with awake_timeout(self.quiet_since + IDLE_S - _now()):
                     message = await self.socket.receive()
             except TimeoutError:
-                if not self.answers:
+                if self.answers:
+                    self.quiet_since = _now()
+                elif _now() >= self.quiet_since + IDLE_S:
                     await self._end(_AWAY, "idle")
                     return
                 continue
+            self.quiet_since = _now()
             if message["type"] == "websocket.disconnect":
                 return
             try:
@@ -158,7 +170,11 @@ class _ChatSocket:
             await self._fail(wanted.id, Refused(text, _TOO_MANY))
         else:
             answer = self.answers[wanted.id] = group.create_task(self._answer(wanted))
-            answer.add_done_callback(lambda _: self.answers.pop(wanted.id))
+            answer.add_done_callback(lambda _: self._ended(wanted.id))
+
+    def _ended(self, ask: str) -> None:
+        del self.answers[ask]
+        self.quiet_since = _now()
 
     async def _cancel(self, ask: str, answer: asyncio.Task[None]) -> None:
         answer.cancel()
@@ -176,7 +192,8 @@ class _ChatSocket:
     async def _end(self, code: int, why: str) -> None:
         """Close the connection, once no answer can send any more."""
         await self._cancel_all()
-        await self.socket.close(code, why)
+        if self._is_open:
+            await self.socket.close(code, why)
 
     async def _answer(self, asked: _BuiltAsk) -> None:
         try:
@@ -187,7 +204,8 @@ class _ChatSocket:
         except WebSocketDisconnect:  # the reader notices it, too
             return
         except MeshError as error:
-            await self._fail(asked.id, error)
+            with suppress(WebSocketDisconnect):
+                await self._fail(asked.id, error)
 
     async def _send_events(self, ask: str, made: ChatCall) -> dict[str, Any]:
         """Send the events of an ask; return its end, which is sent once nothing of it runs."""
@@ -217,8 +235,23 @@ class _ChatSocket:
         await self._send({"type": "error", "id": ask, **fields, "retry_after_s": wait_s})
 
     async def _send(self, fields: dict[str, Any]) -> None:
-        """Send a message; wait while the client does not read."""
+        """Send a message; wait while the client does not read.
+
+        Raises:
+            WebSocketDisconnect: the client has left, as an earlier message may have shown.
+        """
+        if not self._is_open:
+            raise WebSocketDisconnect(_ABNORMAL)
         await self.socket.send_text(compact(fields).decode())
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _too_many_sockets() -> Refused:
+    text = f"This server has {MAX_SOCKETS} WebSockets, or {MAX_OF_KEY} of this key, its limit"
+    return Refused(text, _FULL)
 
 
 def _message(found: object) -> _BuiltAsk | CancelAsk:

@@ -9,10 +9,11 @@ from contextlib import ExitStack, suppress
 from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from meshllm.api.access.accounts import is_of_owner
 from meshllm.api.access.gate import key_of
 from meshllm.api.connection import MAX_OPEN
 from meshllm.api.failure import LATER, Refused, response_of
-from meshllm.api.generation.service import Service, is_of_owner
+from meshllm.api.generation.service import Service
 from meshllm.api.respond import BodyEncoded, BodyTooLarge, BodyTooSlow, read_body
 
 MAX_OTHERS = MAX_OPEN  # requests in progress of others than the owner

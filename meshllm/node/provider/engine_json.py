@@ -39,10 +39,8 @@ def call_of(request: Request) -> tuple[str, dict[str, Any]]:
         "stream_options": {"include_usage": True},
         **_sampling(request),
     }
-    if request.max_tokens is not None:
-        body["max_tokens"] = request.max_tokens
-    elif not request.turns:  # the default of engines is 16 there, as OpenAI's
-        body["max_tokens"] = request.expected_tokens
+    if (most := _most_tokens(request)) is not None:
+        body["max_tokens"] = most
     if request.stop:
         body["stop"] = list(request.stop)
     if request.logit_bias:
@@ -53,6 +51,15 @@ def call_of(request: Request) -> tuple[str, dict[str, Any]]:
         body["prompt"] = list(request.ids) if request.ids else request.raw or ""
         return COMPLETIONS, body
     return CHAT, body | _chat(request)
+
+
+def _most_tokens(request: Request) -> int | None:
+    """Return the limit of an answer; engines take 16 for a text without one, as OpenAI does."""
+    if request.max_tokens is not None:
+        return request.max_tokens
+    limits = [] if request.turns else [request.expected_tokens]
+    limits += [] if request.bound is None else [request.bound]
+    return min(limits, default=None)
 
 
 def _sampling(request: Request) -> dict[str, Any]:

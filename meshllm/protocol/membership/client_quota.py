@@ -6,7 +6,8 @@ keys are also stored: `ClientQuota.learn` counts what was stored before, or by a
 Theory of operation
 -------------------
 A request reserves the estimated tokens of its prompt and all of its answer, which is limited to
-what is left; one without a limit reserves those of a typical answer. So requests at the same time
+what is left; one without a limit reserves those of a typical answer. For a client that has no daily
+limit, tokens are only counted. So requests at the same time
 share what is left, in the order in which they begin. When the ring reports the length of the
 prompt, or pieces exceed the reservation, it grows; once nothing is left, the request ends. When it
 ends, it pays for what was computed, and no more.
@@ -106,6 +107,8 @@ class ClientQuota:
         Raises:
             QuotaUsed: nothing is left for an answer.
         """
+        if not limits.tokens_per_day:
+            return Reservation(self, client, limits, request, 0)
         left, given = self.left(client, limits, wall_s), len(request.given)
         prompt = reads * estimate(request)
         wanted = max(0, request.expected_tokens - given)
@@ -119,7 +122,7 @@ class ClientQuota:
         limited = request
         if request.max_tokens is not None:
             limited = replace(request, max_tokens=min(request.max_tokens, given + room))
-        elif limits.tokens_per_day:
+        else:
             limited = replace(request, bound=given + room)
         tokens = prompt + given + min(wanted, room)
         return Reservation(self, client, limits, limited, tokens)

@@ -517,6 +517,7 @@ async def test_the_deadline_and_the_reasoning_of_a_key_hold_for_every_route(
     told = "not complete within 3600 s, the deadline of the key `class`; ask for a shorter answer"
     assert told in said.json()["error"]["message"]
     assert door.closed.is_set()
+    assert [used.errors for _, used in accounts.usage("key")] == [1]
     assert door.requests[0].deadline_ms == 3_600_000
     assert door.requests[0].max_reasoning == (9 if path in REASON else None)
 

@@ -14,6 +14,7 @@ import pytest
 from starlette.requests import Request
 
 from meshllm.api.access.accounts import ApiKey
+from meshllm.api.access.connection_limit import ConnectionLimit
 from meshllm.api.access.gate import AccessPolicy
 from meshllm.api.app import public_application
 from meshllm.api.failure import LATER, Refused
@@ -167,10 +168,8 @@ OWNERS = ApiKey("me", "", 0, is_owner=True)
 GUESTS = [ApiKey(name, "", 0) for name in "abc"]
 
 
-async def test_watchers_are_bounded(door: FakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes, "MAX_WATCHERS", 3)
-    monkeypatch.setattr(routes, "MAX_OF_KEY", 2)
-    watchers = routes._Watchers()
+async def test_watchers_are_bounded(door: FakeNode) -> None:
+    watchers = ConnectionLimit(3, 2)
 
     async with AsyncExitStack() as stack:
         for key in (GUESTS[0], GUESTS[0], GUESTS[1], OWNERS, None, OWNERS):
@@ -206,7 +205,7 @@ async def test_events_end_with_the_key(door: FakeNode, monkeypatch: pytest.Monke
             raise Refused("The API key is revoked", LATER)
         return found.pop()
 
-    async with watching(door, routes._Watchers(), OWNERS, identify) as changes:
+    async with watching(door, ConnectionLimit(3, 2), OWNERS, identify) as changes:
         shown = [await anext(changes), await anext(changes)]
         with pytest.raises(Refused, match="revoked"):
             await anext(changes)
@@ -234,7 +233,7 @@ async def events_of(
     monkeypatch.setattr(routes, "SILENCE_S", 0.002)
     found: list[Any] = []
     key = GUESTS[0] if is_public else OWNERS
-    async with watching(door, routes._Watchers(), key) as changes:
+    async with watching(door, ConnectionLimit(3, 2), key) as changes:
         for _ in range(3):
             written = routes._event(await anext(changes)).decode()
             found.append(json.loads(written[6:]) if written.startswith("data: ") else "comment")
@@ -243,7 +242,7 @@ async def events_of(
 
 def watching(
     door: FakeNode,
-    watchers: routes._Watchers,
+    watchers: ConnectionLimit,
     key: ApiKey | None,
     identify: Callable[[], Awaitable[ApiKey]] | None = None,
 ) -> aclosing[AsyncGenerator[PageStatus | None, None]]:

@@ -11,6 +11,8 @@ from threading import get_ident
 from typing import Any
 
 import pytest
+from starlette.types import Message
+from starlette.websockets import WebSocket
 from websockets.asyncio import client
 from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed, InvalidStatus
@@ -19,6 +21,7 @@ from meshllm import strict_json
 from meshllm.api import connection
 from meshllm.api.access.accounts import Accounts, KeyLimits
 from meshllm.api.access.gate import KEY_PROTOCOL
+from meshllm.api.generation.service import Service
 from meshllm.api.respond import SHORT_BYTES
 from meshllm.api.tcp import DoorOptions, open_door
 from meshllm.api.v1 import chat_socket
@@ -481,6 +484,54 @@ async def test_connections_are_bounded(
     assert refused.value.response.headers["retry-after"] == "2"
 
 
+async def test_a_key_cannot_take_the_connections_of_others(
+    door: FakeNode, accounts: Accounts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_socket, "MAX_OF_KEY", 1)
+    keys = [accounts.create(name, KeyLimits(), 0) for name in "ab"]
+    headers = [{"authorization": f"Bearer {key}"} for key in keys]
+    async with (
+        serving(door, accounts, needs_key=True) as address,
+        asyncio.timeout(60),
+        connect(address, additional_headers=headers[0]),
+    ):
+        with pytest.raises(InvalidStatus):
+            await connect(address, additional_headers=headers[0])
+        async with connect(address, additional_headers=headers[1]) as other:
+            await ask(other)
+            assert (await until_end(other))[-1]["type"] == "done"
+
+
+@pytest.mark.parametrize("fails_at", [None, 0], ids=["pieces", "errors"])
+async def test_answers_to_a_client_that_left_end_quietly(
+    door: FakeNode, fails_at: int | None
+) -> None:
+    """Two answers find at the same time that the client has left."""
+    queue, has_left = asyncio.Queue[Message](), False
+
+    async def sent(_: Message) -> None:
+        if has_left:
+            raise OSError
+
+    socket = WebSocket({"type": "websocket", "headers": []}, queue.get, sent)
+    queue.put_nowait({"type": "websocket.connect"})
+    await socket.accept()
+    door.waits_at, door.fails_at = 0, fails_at
+    for name in "ab":
+        text = json.dumps({"type": "ask", "id": name, "request": BODY})
+        queue.put_nowait({"type": "websocket.receive", "text": text})
+    running = asyncio.ensure_future(chat_socket._ChatSocket(Service(door), socket).run())
+    await door.begun.wait()
+    await timers_fired()
+    has_left = True
+    door.go.set()
+    await timers_fired()
+    queue.put_nowait({"type": "websocket.disconnect", "code": 1006})
+    await running
+
+    assert len(door.requests) == 2
+
+
 async def test_a_client_that_does_not_read_is_dropped(
     door: FakeNode, accounts: Accounts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -513,10 +564,35 @@ async def test_an_idle_connection_ends(
         asyncio.get_running_loop().call_later(0, door.go.set)
         assert (await until_end(socket))[-1]["type"] == "done"
 
+        advance(1800)
+        await timers_fired()
+        await ask(socket)
+        assert (await until_end(socket))[-1]["type"] == "done"
         advance(3600)
         await socket.wait_closed()
 
     assert socket.close_code == 1001
+
+
+async def test_a_connection_is_idle_since_its_last_answer(
+    door: FakeNode,
+    accounts: Accounts,
+    monkeypatch: pytest.MonkeyPatch,
+    advance: Callable[[float], None],
+) -> None:
+    monkeypatch.setattr(chat_socket, "IDLE_S", 3600.0)
+    door.waits_at = 1
+    async with serving(door, accounts) as address, connect(address) as socket:
+        await ask(socket)
+        await door.begun.wait()
+        advance(3500)
+        door.go.set()
+        assert (await until_end(socket))[-1]["type"] == "done"
+
+        advance(200)
+        await timers_fired()
+        await ask(socket)
+        assert (await until_end(socket))[-1]["type"] == "done"
 
 
 async def test_the_headers_of_the_upgrade_have_arrived(

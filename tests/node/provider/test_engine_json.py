@@ -106,6 +106,19 @@ def test_an_engine_ends_a_chat_without_a_limit_and_a_completion_gets_one() -> No
 
 
 @pytest.mark.parametrize(
+    ("asked", "most"),
+    [
+        (replace(CHAT, max_tokens=None, bound=7), 7),
+        (replace(CHAT, max_tokens=9, bound=7), 9),
+        (replace(CHAT, turns=(), raw="Once", max_tokens=None, bound=7), 7),
+        (replace(CHAT, turns=(), raw="Once", max_tokens=None, bound=1 << 20), TYPICAL_TOKENS),
+    ],
+)
+def test_an_answer_of_an_engine_is_limited_by_a_quota(asked: Request, most: int) -> None:
+    assert call_of(asked)[1]["max_tokens"] == most
+
+
+@pytest.mark.parametrize(
     "change",
     [
         {"scores_prompt": True},

@@ -136,6 +136,17 @@ def test_an_answer_without_a_limit_gets_none_from_a_client_without_one(quota: Cl
     assert quota.reserve(ONE, LIMITS, SHORT, NOON).request.bound == 90
 
 
+def test_a_client_without_a_limit_reserves_nothing(quota: ClientQuota) -> None:
+    asked = replace(SHORT, max_tokens=(1 << 63) - 1)
+    endless = quota.reserve(ONE, NO_LIMITS, asked, NOON)
+
+    assert endless.request == asked
+    assert quota.objection(ONE, NO_LIMITS, NOON) is None
+    endless.take(Piece("a", (1,)), NOON)
+    endless.end(NOON)
+    assert left(quota) == 1000 - 11
+
+
 def test_a_prompt_that_may_be_read_several_times_is_reserved_as_often(
     quota: ClientQuota,
 ) -> None:
