@@ -101,6 +101,10 @@ def routes(service: Service) -> list[WebSocketRoute]:
     return [WebSocketRoute(PATH, chat)]
 
 
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
 @dataclass(slots=True)
 class _ChatSocket:
     """One connection."""
@@ -243,10 +247,6 @@ class _ChatSocket:
         if not self._is_open:
             raise WebSocketDisconnect(_ABNORMAL)
         await self.socket.send_text(compact(fields).decode())
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 def _too_many_sockets() -> Refused:

@@ -107,8 +107,14 @@ class Batcher(Generic[Job]):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Report no more results; unless an error is raised, wait until nothing runs."""
+        """Forget what waits and is not brief, and report no more results.
+
+        Unless an error is raised, wait until nothing runs.
+        """
         self._is_closed = True
+        with self._lock:
+            self._steps.clear()
+            self._alone = deque(each for each in self._alone if each.is_brief)
         while kind is None and self._has_turn:
             await self._worker.run_step(int)  # runs after it, in pauses too
 
