@@ -270,6 +270,11 @@ class PartFolder:
         """Put a whole file in its place."""
         self.partial(name).replace(self.folder / name)
 
+    def remove_unlisted(self, listing: Listing) -> None:
+        """Delete the small files that are not in a listing: a holder that failed sent them."""
+        for name in SMALL_NAMES.difference(listing.files):
+            (self.folder / name).unlink(missing_ok=True)
+
     def describe(self, name: str, listing: Listing) -> None:
         """Write the index, which says which file holds which tensor, and the name of the model."""
         self._name_dtype(listing.dtype)

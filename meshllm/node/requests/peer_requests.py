@@ -118,7 +118,9 @@ class PeerRequests:
         if error := self._objection(peer, request_id, is_client=is_client):
             self._send(peer, AnswerEvent(request_id, error_to_json(error)))
             return
-        task = self._jobs.create_task(self._supervised(peer, request_id, data, is_client=is_client))
+        task = self._jobs.create_task(
+            self._supervised(peer, request_id, [data], is_client=is_client)
+        )
         self._running[peer, request_id] = task
         task.add_done_callback(lambda _: self._running.pop((peer, request_id), None))
         if is_client:
@@ -138,22 +140,23 @@ class PeerRequests:
         return self._quota.objection(peer, limits, time.time()) if is_client else None
 
     async def _supervised(
-        self, peer: NodeId, request_id: bytes, data: bytes, *, is_client: bool
+        self, peer: NodeId, request_id: bytes, received: list[bytes], *, is_client: bool
     ) -> None:
         def report(error: Exception) -> None:
             bug = MeshError(f"Bug: {type(error).__name__}")
             self._send(peer, AnswerEvent(request_id, error_to_json(bug)))
 
         with contained("bug while serving a request", report):
-            await self._serve(peer, request_id, data, is_client=is_client)
+            await self._serve(peer, request_id, received, is_client=is_client)
 
     async def _serve(
-        self, peer: NodeId, request_id: bytes, data: bytes, *, is_client: bool
+        self, peer: NodeId, request_id: bytes, received: list[bytes], *, is_client: bool
     ) -> None:
+        """Answer the request in ``received``, which is taken out: it is not kept meanwhile."""
         try:
             async with AsyncExitStack() as stack:
-                with self._held.holding(peer, len(data)):
-                    request = await self._read(peer, data)
+                with self._held.holding(peer, len(received[0])):
+                    request = await self._read(peer, received.pop())
                 if is_client:
                     answer = self._limited(request, peer)
                 else:

@@ -56,6 +56,7 @@ from contextlib import (
     AsyncExitStack,
     aclosing,
     asynccontextmanager,
+    suppress,
 )
 from dataclasses import dataclass, replace
 from functools import partial
@@ -609,7 +610,10 @@ class RequestRouter:
             slot.enter_context(self._replicas.asking(entry, tried))
             if entry.node != self._me:
                 place = await slot.enter_async_context(self._slot(entry.node, request))
-            waited, entries = entry, await self._entries(request, wait_s)
+            waited, entries = entry, await self._serving(request)
+            if not entries:  # the ring was lost; others may have the place while this one waits
+                await slot.aclose()
+                waited, place, entries = None, None, await self._entries(request, wait_s)
             if entry not in entries or self._objection(entry, request):  # it has changed
                 entry = self._choose_entry(entries, request, tried)
             if error := self._objection(entry, request):
@@ -664,6 +668,13 @@ class RequestRouter:
             hint = f"start every node of its ring with `--exact`, {without}"
             return WrongField("meshllm.exact", text, hint=hint)
         return None
+
+    async def _serving(self, request: Request) -> Sequence[RingEntry]:
+        """Return the entries of the rings that serve now; none if there are none."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0):
+                return await self._ring.entries(request.model, request.trusted)
+        return ()
 
     async def _entries(self, request: Request, wait_s: float) -> Sequence[RingEntry]:
         since = loop_time()

@@ -187,7 +187,7 @@ class KvSender:
             return []
         try:
             blob = sealed(session_key(session), copied[0])
-        except ModelError as error:  # a value is not finite
+        except (ModelError, RuntimeError, MemoryError) as error:  # not finite, or out of memory
             logger.info("rows of a session are not handed over: %s", error)
             return []
         return encode(KvRows(session, layer, start, copied[1], blob))

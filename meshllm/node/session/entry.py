@@ -294,7 +294,7 @@ class EntryNode:
             max_crop=self._config.max_crop,
             recompute_rows=MAX_RECOMPUTE_ROWS if is_row_invariant else MAX_STEP_ROWS,
             keep_from=MIN_SHARED if self._uses_prefixes(order) else None,
-            resumes=self._prefixes.index.resumes,
+            resumes=self._prefixes.index.resumes and order.on_rows is None,
             is_own=is_owners(order.prefix_scope),
             hands_over=order.hands_over,
         )

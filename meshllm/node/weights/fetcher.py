@@ -55,6 +55,7 @@ from meshllm.protocol.weights.holders import name_of
 MAX_HOLDERS = 4  # asked at once
 POLL_S = 1.0  # s between two looks at a folder into which another process fetches
 IDLE_S = 30.0  # s without a chunk after which a holder is given up
+DESCRIBE_S = 600.0  # s for the configuration and tokenizer, if there is another holder to ask
 SLOWER = 4  # times as slow as an idle holder, over `IDLE_S` or more: that one continues
 UNTRIED = 1 << 20  # bytes per second of a holder that has sent nothing yet, as far as is known
 
@@ -114,10 +115,10 @@ class WeightFetcher:
                 if self.place(charter).is_described:  # by another process meanwhile
                     return place.folder
                 self.progress = "fetching the configuration of the model"
-                for node in nodes:
+                for left, node in zip(range(len(nodes) - 1, -1, -1), nodes, strict=True):
                     try:
                         with _writing(place.folder):
-                            await self._describe(node, charter, place)
+                            await self._describe_within(left > 0, node, charter, place)
                     except _Unwritable:
                         raise
                     except _NoSpace as error:
@@ -206,6 +207,15 @@ class WeightFetcher:
         finally:
             self.progress = ""
 
+    async def _describe_within(
+        self, is_limited: bool, node: NodeId, charter: Charter, place: "PartFolder"
+    ) -> None:
+        try:
+            async with asyncio.timeout(DESCRIBE_S if is_limited else None):
+                await self._describe(node, charter, place)
+        except TimeoutError:
+            raise LinkLost(f"The configuration took more than {DESCRIBE_S:.0f} s") from None
+
     async def _describe(self, node: NodeId, charter: Charter, place: "PartFolder") -> None:
         from meshllm.model.files.parts import LISTING, Listing, limit_of
 
@@ -215,6 +225,7 @@ class WeightFetcher:
             path.unlink(missing_ok=True)  # it may be that of another node
             await self.collect(link, model, LISTING, place, limit_of(LISTING, ()))
             listing = Listing.parse(await self.off_loop(path.read_bytes))
+            place.remove_unlisted(listing)
             for name in listing.files:
                 place.partial(name).unlink(missing_ok=True)
                 await self.collect(link, model, name, place, limit_of(name, ()))

@@ -107,6 +107,8 @@ class WeightSupply:
         self._off_loop = off_loop
         self._before: Agreement | None = None
         self._fetches = True
+        self._fetching_ahead: asyncio.Task[None] | None = None
+        self._plan_turn = asyncio.Lock()  # held while parts for a plan are fetched
 
     @property
     def progress(self) -> str:
@@ -189,7 +191,7 @@ class WeightSupply:
         elif self._is_short():
             parts, obstacle = await self._off_loop(self._ahead, view)
             self._set_obstacle(obstacle)
-            await self.obtain(parts)
+            await self._fetch_ahead(parts)
         else:
             self._set_obstacle("")
 
@@ -220,11 +222,33 @@ class WeightSupply:
         return not own or bool(missing_parts(own, range(len(own) - 1)))
 
     async def obtain(self, parts: Collection[int]) -> None:
-        """Fetch those of the parts that are not here.
+        """Fetch those of the parts that are not here, before those that are fetched ahead.
 
         Raises:
             ModelError: a part cannot be fetched.
         """
+        own, ahead = self._host.own_weights(), self._fetching_ahead
+        if ahead is not None and own and missing_parts(own, parts):
+            ahead.cancel()
+        async with self._plan_turn:
+            await self._obtain(parts)
+
+    async def _fetch_ahead(self, parts: Collection[int]) -> None:
+        """Fetch parts that no plan needs yet; what is left of them after those of a plan."""
+        while True:
+            async with self._plan_turn:
+                pass
+            task = self._fetching_ahead = asyncio.ensure_future(self._obtain(parts))
+            try:
+                await asyncio.wait({task})
+            finally:
+                self._fetching_ahead = None
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+            if not task.cancelled():
+                return task.result()
+
+    async def _obtain(self, parts: Collection[int]) -> None:
         view, own = self._host.mesh_view(), self._host.own_weights()
         if (
             not self._fetches

@@ -63,9 +63,10 @@ class HangLimits:
 
     def ended(self, rows: int, before: int, took_s: float, *, is_step: bool) -> None:
         """Note how long a job took."""
-        if self._rank is not None and took_s >= TELLING_S:
-            slowness = took_s / self._expected_s(rows, before, is_step)
-            self._slowness = min(MOST_SLOW, max(self._slowness, slowness))
+        if self._rank is None or took_s < TELLING_S:
+            return
+        if (expected_s := self._expected_s(rows, before, is_step)) > 0:  # else it has no layers
+            self._slowness = min(MOST_SLOW, max(self._slowness, took_s / expected_s))
 
     def _expected_s(self, rows: int, before: int, is_step: bool) -> float:
         assert self._rank is not None  # checked by the callers

@@ -404,11 +404,12 @@ async def test_a_closed_batcher_reports_nothing_and_runs_nothing() -> None:
     async with recording() as (worker, tracer):
         gate = busy(worker)
         tracer.batcher.submit(ONE, 1, heard.append, heard.append)
+        tracer.batcher.submit_alone(TWO, lambda: heard.append(2), heard.append)
         asyncio.get_running_loop().call_soon(gate.set)
     await asyncio.sleep(0)
     tracer.batcher.submit(ONE, 2, heard.append, heard.append)
 
-    assert tracer.batches == [[1]]
+    assert not tracer.batches
     assert not heard
 
 
@@ -440,7 +441,7 @@ async def test_a_batcher_ends_in_a_pause_of_what_runs() -> None:
             await tracer.batcher.__aexit__(None, None, None)
         gate.set()
         await loading
-        assert tracer.batches == [[1]]
+        assert not tracer.batches
 
 
 async def test_a_job_may_come_before_the_batcher_is_entered() -> None:

@@ -1,6 +1,7 @@
 """Requests of other nodes and of clients: answered within their limits."""
 
 import asyncio
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -165,9 +166,11 @@ def test_the_bytes_of_the_requests_of_a_peer_are_limited(
     long = request_to_json(replace(REQUEST, raw="x" * 10_000, turns=()))
 
     async def story() -> None:
+        references = sys.getrefcount(long)
         for number in range(12):
             router.receive(OTHER, Generate(number.to_bytes(16), long), is_client=False)
         await asyncio.sleep(1)
+        assert sys.getrefcount(long) == references  # not kept once it is read
         assert len(router.peers._running) == 9  # 10,000 bytes each, of half of what there is
         assert 90_000 <= router.request_bytes < 100_000
         router.lost(OTHER)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -534,6 +535,39 @@ def test_a_full_queue_refuses_and_a_place_that_is_left_is_free(world: World) -> 
 
     world.run(story)
     assert not any(queue._waiting for queue in router._queues.values())
+
+
+def test_a_request_that_waits_for_a_ring_holds_no_place_at_its_lost_entry(world: World) -> None:
+    fox, dog = (replace(REQUEST, model=name) for name in ("fox", "dog"))
+    lost = set[str]()
+
+    class Ring(FakeRing):
+        async def entries(
+            self, model: str = "", trusted: Sequence[str] | None = None
+        ) -> Sequence[RingEntry]:
+            while model in lost:  # noqa: ASYNC110  # in virtual time
+                await asyncio.sleep(1)
+            return await super().entries(model, trusted)
+
+    router = world.add(ME, Ring(at=ENTRY, replicas={"fox": (ENTRY,), "dog": (ENTRY,)}))
+    world.add(ENTRY, FakeRing(attempts=[[None]] * MAX_FORWARDED + [answer()]))
+
+    async def story() -> None:
+        endless = [asyncio.ensure_future(all_of(router, dog)) for _ in range(MAX_FORWARDED)]
+        await asyncio.sleep(1)
+        waiting = [asyncio.ensure_future(all_of(router, fox)) for _ in range(MAX_FORWARDED)]
+        await asyncio.sleep(1)
+        lost.add("fox")
+        for each in endless:
+            each.cancel()
+        await asyncio.wait(endless)
+        async with asyncio.timeout(1):
+            assert text_of(await all_of(router, dog)) == TEXT
+        for each in waiting:
+            each.cancel()
+        await asyncio.wait(waiting)
+
+    world.run(story)
 
 
 def test_queues_at_nodes_that_came_and_went_are_forgotten(world: World) -> None:

@@ -222,6 +222,18 @@ def test_values_that_are_not_finite_are_not_sent() -> None:
     assert 3 not in {layer for layer, *_ in peer.ends(ONE)}
 
 
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("out of memory")])
+def test_rows_for_whose_message_there_is_no_memory_are_not_sent(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(kv_transfer, "sealed", fails)
+
+    assert send(Rank({ONE: cache_of(4)}), Peer()) == 0
+
+
 def test_a_layer_that_fails_once_is_not_sent_again() -> None:
     """Nor the session, while others are sent in another pass."""
     rank = Rank({ONE: cache_of(300), OTHER: cache_of(300)})

@@ -483,6 +483,14 @@ async def test_an_embedding_takes_the_room_of_kept_caches() -> None:
         assert entry.node.budget.kept_bytes == 0
 
 
+async def test_only_what_can_be_resumed_is_kept_when_the_ring_is_lost() -> None:
+    async with running(ring=2, keeps=True, resumes=True) as entry:
+        embedded = replace(order(*LONG, tokens=1), on_rows=lambda _: None)
+        tasks = [entry.node._task(SessionId(bytes(16)), each) for each in (order(*LONG), embedded)]
+
+        assert [each.resumes for each in tasks] == [True, False]
+
+
 async def test_prompts_share_the_room_for_rows_that_wait() -> None:
     row_bytes = 4
     async with running(ring=2, prompt_bytes=6 * row_bytes) as entry:

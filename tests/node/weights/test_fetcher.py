@@ -233,6 +233,53 @@ def test_a_description_of_another_model_is_refused(
     run(story)
 
 
+def test_a_holder_that_describes_a_model_slowly_is_asked_only_if_it_is_the_last(
+    run: Callable[[Story], None], nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(town: Town) -> None:
+        _, barn, cellar = await nodes.meet(town, "barn", "cellar")
+        monkeypatch.setattr(fetcher, "CHUNK_BYTES", SMALL)
+        nodes.sending_slowly(barn, SMALL, pause_s=29.0)
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(fetcher, "DESCRIBE_S", 30.0)
+        nodes.sending_slowly(cellar, SMALL, pause_s=0.0)
+
+        begin = loop.time()
+        assert (await nodes.describe(barn, cellar)).is_described
+        assert 30 <= loop.time() - begin < 40
+
+        shutil.rmtree(nodes.folder)
+        assert (await nodes.describe(barn)).is_described
+        assert loop.time() - begin > 100
+
+    run(story)
+
+
+def test_a_file_of_a_holder_that_failed_is_not_part_of_the_model(
+    run: Callable[[Story], None], nodes: Nodes
+) -> None:
+    async def story(town: Town) -> None:
+        _, barn, cellar = await nodes.meet(town, "barn", "cellar")
+        listing = json.loads(ModelParts(nodes.source).listing().header)
+        template = "chat_template.jinja"
+        assert template not in listing["files"]
+        more = json.dumps(listing | {"files": [template, *listing["files"]]}).encode()
+        sent = {LISTING: more, template: b"{{ 'evil' }}"}
+
+        def answer(want: WantFile) -> list[WeightMessage]:
+            if want.name in sent:
+                return [FileSize(len(sent[want.name])), FileChunk(sent[want.name])]
+            return [FileRefused("busy")]
+
+        nodes.scripted(barn, answer)
+        place = await nodes.describe(barn, cellar)
+
+        assert place.is_described
+        assert not (place.folder / template).exists()
+
+    run(story)
+
+
 def test_a_listing_of_other_parts_is_refused(run: Callable[[Story], None], nodes: Nodes) -> None:
     async def story(town: Town) -> None:
         _, barn, cellar = await nodes.meet(town, "barn", "cellar")

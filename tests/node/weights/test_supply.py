@@ -56,6 +56,8 @@ class Mesh:
         self.moved: list[frozenset[int]] = []
         self.failures = 0
         """How often the fetcher fails."""
+        self.takes_s = 0.0
+        self._turn = asyncio.Lock()
         self.whole = WHOLE
         """What the founder has."""
         self.here: dict[int, bytes] = {}
@@ -160,6 +162,8 @@ class Mesh:
         assert all(any(part in has for has in holders.values()) for part in parts)
         assert all(self.whole[part] == digest for part, digest in parts.items())
         self._fail()
+        async with self._turn:
+            await asyncio.sleep(self.takes_s)
         self.fetched.append(frozenset(parts))
         self.here |= parts
 
@@ -353,6 +357,37 @@ def test_layers_of_a_plan_are_fetched_when_it_asks_for_them() -> None:
     mesh = run(BOTH, story)
 
     assert mesh.fetched == [{0, 2}]
+
+
+def test_a_plan_does_not_wait_for_what_is_fetched_ahead() -> None:
+    async def story(mesh: Mesh) -> None:
+        loop = asyncio.get_running_loop()
+        mesh.takes_s = 1000.0
+        running = asyncio.ensure_future(mesh.supply.run())
+        await asyncio.sleep(60)
+        begin = loop.time()
+        await mesh.supply.obtain({2})
+        assert loop.time() - begin == mesh.takes_s
+        assert mesh.fetched == [{2}]
+        await asyncio.sleep(2 * mesh.takes_s)
+        running.cancel()
+        await asyncio.wait([running])
+
+    own = ring((A, 0, 2), (B, 2, 4))
+    mesh = run(
+        World({A: profile(4, ms=5.0), B: bare(profile(4), 3)}, followed={A: own, B: own}), story
+    )
+
+    assert mesh.fetched[1:] == [{0, 1, 4, 5}]
+
+
+def test_a_node_that_leaves_ends_what_is_fetched_ahead() -> None:
+    async def story(mesh: Mesh) -> None:
+        mesh.takes_s = 1000.0
+        await supplied(mesh)
+        await asyncio.sleep(2 * mesh.takes_s)
+
+    assert run(BOTH, story).fetched == []
 
 
 def test_a_node_that_has_retracted_its_offer_still_fetches() -> None:
