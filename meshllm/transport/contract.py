@@ -238,6 +238,15 @@ class Identified(Protocol):
 
 
 @runtime_checkable
+class DialsHosts(Protocol):
+    """Optional for a transport: dialling IP addresses of a name that were looked up and checked."""
+
+    async def dial_hosts(self, address: str, hosts: Sequence[str]) -> Link:
+        """Open a link as `Transport.dial`, to one of ``hosts``; the name is not looked up again."""
+        ...
+
+
+@runtime_checkable
 class Relaying(Protocol):
     """Optional for a transport: listeners that are reachable through relays."""
 

@@ -4,6 +4,7 @@ import asyncio
 import os
 import socket
 import ssl
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 from websockets.client import ClientProtocol
@@ -22,9 +23,11 @@ OPEN_S = 10.0
 class WebsocketDialer:
     """Dials one address and performs the client handshake."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, hosts: Sequence[str] = ()) -> None:
+        """Dial an address, at one of these hosts if there are any."""
         self._address = address
         self._uri = parse(address)
+        self._hosts = hosts or [self._uri.host]
         self._loop = asyncio.get_running_loop()
         self._refusal: asyncio.Future[str] = self._loop.create_future()  # empty: accepted
         self._connection: WebsocketConnection | None = None
@@ -52,7 +55,7 @@ class WebsocketDialer:
         machine = ClientProtocol(uri, logger=SILENT)
         _, connection = await self._loop.create_connection(
             lambda: WebsocketConnection(machine, self, self._address),
-            sock=await connect(uri.host, uri.port),
+            sock=await connect(self._hosts, uri.port),
             ssl=context,
             server_hostname=uri.host if uri.secure else None,
         )

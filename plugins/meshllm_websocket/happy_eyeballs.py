@@ -6,9 +6,9 @@ other attempts have ended, and fails if two addresses answer at once (Python 3.1
 
 import asyncio
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from itertools import zip_longest
+from itertools import chain, zip_longest
 
 from meshllm.transport.names import Address, look_up
 
@@ -16,15 +16,16 @@ ATTEMPT_S = 0.25
 """Delay before the next address is tried in parallel, RFC 8305 section 5."""
 
 
-async def connect(host: str, port: int) -> socket.socket:
-    """Return a socket that is connected to a host.
+async def connect(hosts: Sequence[str], port: int) -> socket.socket:
+    """Return a socket that is connected to one of the hosts.
 
     If cancelled, all sockets are closed.
 
     Raises:
-        OSError: the host has no address, or none could be connected to; the first such error.
+        OSError: a host has no address, or none could be connected to; the first such error.
     """
-    addresses = interleaved(await look_up(host, port, socket.SOCK_STREAM))
+    found = [await look_up(host, port, socket.SOCK_STREAM) for host in hosts]
+    addresses = interleaved(chain.from_iterable(found))
     winner: asyncio.Future[socket.socket] = asyncio.get_running_loop().create_future()
     attempts: list[asyncio.Task[None]] = []
     errors: list[OSError] = []

@@ -51,6 +51,10 @@ class WebsocketTransport:
         """Open a link to ``ws://HOST:PORT/PATH``, ``wss://HOST:PORT/PATH`` or ``HOST:PORT``."""
         return await WebsocketDialer(address).dial()
 
+    async def dial_hosts(self, address: str, hosts: Sequence[str]) -> contract.Link:
+        """Open a link as `dial`, to one of the hosts; TLS checks the name in the address."""
+        return await WebsocketDialer(address, hosts).dial()
+
 
 async def _serve_anywhere(
     listener: WebsocketListener,

@@ -48,15 +48,24 @@ from meshllm.names import Span
 
 MAX_COUNT = 4096  # of layers, and of what else takes time and memory for each when it is built
 _FRAME = re.compile(r"^Got: \w+: |\[Errno -?\d+\] ")  # what the client of the hub adds to a reason
-COUNTS = frozenset(
-    {
-        *("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_blocks"),
-        *("decoder_layers", "encoder_layers", "num_decoder_layers", "num_encoder_layers"),
-        *("first_k_dense_replace", "num_layers_per_stack", "num_mtp_layers"),
-        *("num_attention_heads", "num_labels"),
-    }
+MAX_ROUNDS = 64  # of what takes much longer for each
+_LISTS = (
+    *("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_blocks"),
+    *("decoder_layers", "encoder_layers", "num_decoder_layers", "num_encoder_layers"),
+    *("first_k_dense_replace", "num_layers_per_stack", "num_mtp_layers"),
+    *("num_attention_heads", "num_labels"),
 )
-"""Fields of configs for which transformers makes a list of that length."""
+_ROUNDS = (
+    *("altup_num_inputs", "hc_sinkhorn_iters", "heads_per_ngram", "ngram_size"),
+    *("pretraining_tp", "n_mamba_heads"),
+)
+COUNTS = {
+    **dict.fromkeys(_LISTS, MAX_COUNT),
+    **dict.fromkeys(_ROUNDS, MAX_ROUNDS),
+    "ngram_vocab_size_base": 1 << 32,
+}
+"""Fields of configs that transformers counts up to in Python, and the largest value of each; of the
+last one it looks for the next prime numbers."""
 SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 """Config, index, tokenizer and chat template, as `fnmatch` patterns."""
 MORE_TEMPLATES = "additional_chat_templates/*.jinja"
@@ -123,8 +132,8 @@ def open_folder(name: str, folder: Path) -> Source:
     if "configuration_files" in raw:
         raise ModelError(f"`{path}` refers to other configs, which is not supported")
     for field, count in _counts(raw):
-        if abs(count) > MAX_COUNT:
-            raise ModelError(f"`{path}` has {count} as `{field}`, beyond {MAX_COUNT}")
+        if abs(count) > (most := COUNTS.get(field, MAX_COUNT)):
+            raise ModelError(f"`{path}` has {count} as `{field}`, beyond {most}")
     if raw.get("quantization_config"):
         raise ModelError(
             f"The weights of `{name}` are quantised, which is not supported",
@@ -163,6 +172,7 @@ def needed_files(source: Source, span: Span, *, embed: bool, head: bool) -> list
 def _fetch(name: str, revision: str | None, span: Span | None) -> Source:
     """Download the small files, then the weight files of the span, or all."""
     source = open_folder(name, _download(name, revision, SMALL_FILES))
+    revision = source.folder.name  # the commit, as a branch may move meanwhile
     if not (source.folder / INDEX).is_file():
         files = [SINGLE]
     elif span is None:

@@ -205,6 +205,16 @@ _ATTENTION = (GrowingLayer, WindowLayer, DynamicIndexedLayer)
 _CROPPABLE = (*_ATTENTION, DummyLayer)
 
 
+def _crop_indexed(layer: DynamicIndexedLayer, length: int) -> None:
+    """Keep the first rows of each tensor: a step that failed may have extended only some."""
+    if layer.is_initialized and layer.keys.numel():
+        layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
+    if layer.indexer_keys is not None and layer.indexer_keys.numel():
+        layer.indexer_keys = layer.indexer_keys[:, :length]
+    if layer.indexer_position_ids is not None:
+        layer.indexer_position_ids = layer.indexer_position_ids[..., :length]
+
+
 class SpanCache(DynamicCache):  # type: ignore[misc]  # transformers is not followed
     """The cache of one session for the layers of one span."""
 
@@ -327,7 +337,9 @@ class SpanCache(DynamicCache):  # type: ignore[misc]  # transformers is not foll
                 hint="crop it to 0 and prefill again",
             )
         for layer in self.layers:
-            if type(layer) in _ATTENTION and (excess := layer.get_seq_length() - length) > 0:
+            if type(layer) is DynamicIndexedLayer:
+                _crop_indexed(layer, length)
+            elif type(layer) in _ATTENTION and (excess := layer.get_seq_length() - length) > 0:
                 layer.crop(-excess)
         self.length = length
 

@@ -14,13 +14,21 @@ from functools import partial
 
 from meshllm.errors import LinkLost, MeshError, NotAuthorised, foreign_code
 from meshllm.names import NodeId
-from meshllm.node.net.peer_address import Local, Machine, is_looked_up, permitted, resolve, target
+from meshllm.node.net.peer_address import (
+    Local,
+    Machine,
+    Place,
+    is_looked_up,
+    permitted,
+    resolve,
+    target,
+)
 from meshllm.node.net.secure import HandshakeClosed, SecureLink, secure_dial
 from meshllm.node.timer import loop_time
 from meshllm.protocol.membership.dial_limit import DialLimit
 from meshllm.protocol.trust.credential import Removals
 from meshllm.protocol.trust.handshake import Own, Purpose
-from meshllm.transport.contract import Transport
+from meshllm.transport.contract import DialsHosts, Transport
 
 STAGGER_S = 0.25  # s; RFC 8305, section 5
 DIAL_S = 10.0  # s for all addresses together
@@ -62,12 +70,13 @@ class NodeDialer:
         """
         errors: list[MeshError] = []
 
-        async def attempt(place: int, address: str) -> SecureLink | None:
-            await asyncio.sleep(place * STAGGER_S)
+        async def attempt(turn: int, place: Place) -> SecureLink | None:
+            address = place.address
+            await asyncio.sleep(turn * STAGGER_S)
             try:
                 self._count(address, local)
                 with foreign_code(partial(_buggy, address)):  # of the plugin
-                    return await self._dial_one(address, purpose, expect, removals)
+                    return await self._dial_one(place, purpose, expect, removals)
             except HandshakeClosed as error:
                 errors.append(error if address in telling else _ClosedNearby(str(error)))
             except MeshError as error:
@@ -76,7 +85,8 @@ class NodeDialer:
 
         known = await self._targets(addresses, local)
         # Another node of this machine may be at an address that the peer has on its own machine.
-        telling = permitted(known, Local.NO) or known
+        named = [place.address for place in known]
+        telling = permitted(named, Local.NO) or named
         tasks = [asyncio.ensure_future(attempt(*each)) for each in enumerate(known)]
         winner = None
         try:
@@ -90,8 +100,8 @@ class NodeDialer:
             raise _weightiest(errors, addresses)
         return winner
 
-    async def _targets(self, addresses: Sequence[str], local: Local) -> list[str]:
-        """Choose the addresses to try.
+    async def _targets(self, addresses: Sequence[str], local: Local) -> list[Place]:
+        """Choose where to try.
 
         Raises:
             LinkLost: none may be dialled, no name was found, or all were tried too often.
@@ -107,10 +117,12 @@ class NodeDialer:
         places = [place for each in found if isinstance(each, list) for place in each][:MAX_TRIED]
         now = loop_time()
         due = [
-            place for place in places if local is Local.YES or self.limit.has(*target(place), now)
+            place
+            for place in places
+            if local is Local.YES or self.limit.has(*target(place.address), now)
         ]
         if places and not due:
-            raise _too_soon(places[0])
+            raise _too_soon(places[0].address)
         return due
 
     def _count(self, address: str, local: Local) -> None:
@@ -126,12 +138,17 @@ class NodeDialer:
         return self.transports.get(address.partition(":")[0])
 
     async def _dial_one(
-        self, address: str, purpose: Purpose, expect: NodeId, removals: Removals
+        self, place: Place, purpose: Purpose, expect: NodeId, removals: Removals
     ) -> SecureLink:
-        transport = self._transport(address)
+        address, transport = place.address, self._transport(place.address)
         if transport is None:
             raise LinkLost(f"No transport for the address `{address}`")
-        link = await transport.dial(address)
+        if not place.hosts:
+            link = await transport.dial(address)
+        elif isinstance(transport, DialsHosts):
+            link = await transport.dial_hosts(address, place.hosts)
+        else:
+            raise LinkLost(f"The transport of `{address}` cannot be told which hosts to dial")
         secured = await secure_dial(
             link, self.own, purpose, expect=expect, now_s=time.time(), removals=removals
         )
@@ -182,7 +199,7 @@ def _buggy(address: str, error: Exception) -> LinkLost:
     return LinkLost(f"`{address}`: {type(error).__name__}")
 
 
-def _unresolved(addresses: Sequence[str], found: Sequence[list[str] | BaseException]) -> LinkLost:
+def _unresolved(addresses: Sequence[str], found: Sequence[list[Place] | BaseException]) -> LinkLost:
     for address, each in zip(addresses, found, strict=True):
         if isinstance(each, BaseException):
             return LinkLost(f"Cannot look up `{address}`: {str(each) or type(each).__name__}")

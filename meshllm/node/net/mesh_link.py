@@ -194,6 +194,7 @@ class MeshLinks:
         self._hinted: dict[tuple[NodeId, tuple[str, ...]], float] = {}
         self._redials: dict[asyncio.Task[None], NodeId] = {}
         self._dialling = set[asyncio.Task[None]]()  # for the machine
+        self._of_weights = set[SecureLink]()  # over which weights are sent
         self._timer = DeadlineTimer(lambda: machine.deadline, self._expire)
         self._jobs = asyncio.TaskGroup()
         self._is_ending = False
@@ -231,6 +232,7 @@ class MeshLinks:
                     self._drop(peer, None)
                     self._host.dropped(peer, why)
                 case Changed():
+                    self._close_ended()
                     self._host.changed()
                 case _:
                     assert_never(action)
@@ -345,12 +347,28 @@ class MeshLinks:
             handshakes.release()
         if secured.purpose is Purpose.MESH:
             await self._carry(secured, dialled=False)
-        elif secured.role is not Role.NODE:
+        elif secured.role is not Role.NODE or self._has_ended(secured):
             await secured.close()
         elif secured.purpose is Purpose.RING:
             await self._host.ring(secured)
         else:
-            await self._host.weights(secured)
+            await self._send_weights(secured)
+
+    async def _send_weights(self, link: SecureLink) -> None:
+        """Send weights until the link closes, at the latest at the end of the peer's membership."""
+        self._of_weights.add(link)
+        try:
+            await self._host.weights(link)
+        finally:
+            self._of_weights.discard(link)
+
+    def _close_ended(self) -> None:
+        """Close the links for weights to peers whose membership has ended."""
+        for link in filter(self._has_ended, self._of_weights):
+            self._jobs.create_task(link.close())
+
+    def _has_ended(self, link: SecureLink) -> bool:
+        return self._machine.has_ended(link.peer, link.credential)
 
     async def _dial(self, peer: NodeId, addresses: Sequence[str], local: Local) -> None:
         try:

@@ -16,6 +16,7 @@ from enum import Enum
 from functools import lru_cache, partial
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
 import psutil  # type: ignore[import-untyped]  # ships no types
@@ -28,7 +29,7 @@ from meshllm.transport.half_open import groups
 MAX_RESOLVED = 4  # addresses tried of one name
 LOOK_UP_S = 8.0  # s; more than a resolver takes to ask its second server
 HOSTS_S = 2.0  # s for which the list of interfaces is used
-_BY_NAME = {"wss"}  # schemes whose server proves its name, so that the name is dialled
+_BY_NAME = {"wss"}  # schemes whose server proves its name, which the transport has to know
 
 Host = IPv4Address | IPv6Address
 
@@ -133,8 +134,17 @@ def is_looked_up(address: str, local: Local) -> bool:
     return is_name and not local.has_all
 
 
-async def resolve(address: str, local: Local, threads: Executor) -> list[str]:
-    """Return the addresses to dial for one: itself, or those that its name has.
+class Place(NamedTuple):
+    """An address to dial."""
+
+    address: str
+    hosts: tuple[str, ...] = ()
+    """The IP addresses that its name has, if these are to be dialled: a further look-up might give
+    others, which were not checked."""
+
+
+async def resolve(address: str, local: Local, threads: Executor) -> list[Place]:
+    """Return where to dial for one address: itself, or those that its name has.
 
     Names are looked up in ``threads``: those of a peer's own name server may keep them busy.
 
@@ -142,15 +152,18 @@ async def resolve(address: str, local: Local, threads: Executor) -> list[str]:
         OSError: the name has no address, or not within `LOOK_UP_S`.
     """
     if not is_looked_up(address, local):
-        return list(permitted([address], local))
+        return [*map(Place, permitted([address], local))]
     parts, own, loop = urlsplit(address), own_hosts(), asyncio.get_running_loop()
     look_up = partial(socket.getaddrinfo, type=socket.SOCK_STREAM)
     async with asyncio.timeout(LOOK_UP_S):
         found = await loop.run_in_executor(threads, look_up, parts.hostname, parts.port or 0)
-    hosts = list(dict.fromkeys(ip_address(each[4][0]) for each in found))[:MAX_RESOLVED]
+    hosts = list(dict.fromkeys(ip_address(each[4][0]) for each in found))
     if any(_is_local(each, own) for each in hosts):
         return []
-    return [address] if parts.scheme in _BY_NAME else [_replaced(parts, each) for each in hosts]
+    tried = hosts[:MAX_RESOLVED]
+    if parts.scheme in _BY_NAME:
+        return [Place(address, tuple(map(str, tried)))]
+    return [Place(_replaced(parts, each)) for each in tried]
 
 
 def target(address: str) -> tuple[str, str]:

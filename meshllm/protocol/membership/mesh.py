@@ -244,6 +244,10 @@ class Mesh:
         self._is_changed = True
         return self._conclude([*actions, *self._greet(peer, contact, now)], now)
 
+    def has_ended(self, peer: NodeId, credential: Credential) -> bool:
+        """Return whether the membership that a peer showed over another link has ended."""
+        return self._replica.records.has_ended(credential, peer, self._wall_s)
+
     def unlinked(self, peer: NodeId, now: float) -> list[Action]:
         """Note that the stream of a link closed."""
         self._unlink(peer, now)

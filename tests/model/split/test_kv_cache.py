@@ -272,6 +272,23 @@ def test_a_crop_after_a_forward_that_raised_makes_the_layers_agree() -> None:
     assert [cache.get_seq_length(layer) for layer in (0, 1)] == [5, 5]
 
 
+@pytest.mark.parametrize("indexed", [5, 8])
+def test_a_crop_of_sparse_attention_after_a_forward_that_raised(indexed: int) -> None:
+    """Its indexer appends its keys after attention has: memory may run out in between."""
+    cache = SpanCache(llama(), Span(1, 2))
+    layer = cache.layers[1] = DynamicIndexedLayer()
+    layer.update(rows(0, 8), rows(0, 8))
+    layer.update_indexer(torch.arange(float(indexed)).reshape(1, indexed, 1))
+    layer.indexer_position_ids = torch.arange(indexed).reshape(1, 1, indexed)
+    cache.length = 5
+
+    cache.crop(5)
+
+    assert [layer.keys.shape[2], layer.values.shape[2]] == [5, 5]
+    assert layer.indexer_keys.flatten().tolist() == [0, 1, 2, 3, 4]
+    assert layer.indexer_position_ids.flatten().tolist() == [0, 1, 2, 3, 4]
+
+
 def test_a_layer_that_reads_the_rows_of_another_has_none_to_crop() -> None:
     cache = SpanCache(llama(), Span(1, 2))
     cache.layers[1] = DynamicIndexedLayer()

@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -12,7 +12,7 @@ import pytest
 from meshllm.errors import LinkLost, MeshError, NotAuthorised, UserError
 from meshllm.names import NodeId
 from meshllm.node.net.dialer import DIAL_S, MAX_NAMES, MAX_TRIED, STAGGER_S, NodeDialer
-from meshllm.node.net.peer_address import Local
+from meshllm.node.net.peer_address import Local, Place
 from meshllm.node.net.secure import HandshakeClosed, SecureLink, secure_accept
 from meshllm.protocol.membership.dial_limit import BURST, PORTS
 from meshllm.protocol.trust.credential import Credential
@@ -157,7 +157,7 @@ def test_a_silent_target_is_not_dialled_without_end() -> None:
                     ["loopback:void"], Purpose.MESH, expect=HOST.node, removals=NOBODY
                 )
 
-        with pytest.raises(LinkLost, match="`loopback:void`; it is not dialled again so soon"):
+        with pytest.raises(LinkLost, match="`loopback:void` so far: the next attempt is delayed"):
             await dialer.dial(["loopback:void"], Purpose.MESH, expect=HOST.node, removals=NOBODY)
 
     assert len(run(story).dialled) == BURST
@@ -185,7 +185,7 @@ def test_dials_at_the_same_time_share_the_attempts_at_a_host() -> None:
 
         async def dial(first: int) -> None:
             addresses = [f"ws://10.0.0.8:{first + at}" for at in range(MAX_TRIED)]
-            with pytest.raises(LinkLost, match="it is not dialled again so soon"):
+            with pytest.raises(LinkLost, match="the next attempt is delayed"):
                 await dialer.dial(addresses, Purpose.MESH, expect=HOST.node, removals=NOBODY)
 
         await asyncio.gather(dial(1), dial(1 + MAX_TRIED))
@@ -417,7 +417,32 @@ async def test_an_address_without_transport_is_not_dialled() -> None:
     dialer = NodeDialer({}, AS_MEMBER)
 
     with pytest.raises(LinkLost, match="No transport for the address"):
-        await dialer._dial_one("ws://x", Purpose.MESH, GUEST.node, NOBODY)
+        await dialer._dial_one(Place("ws://x"), Purpose.MESH, GUEST.node, NOBODY)
+
+
+async def test_a_name_that_tls_proves_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another look-up could give an address of an inner server, which was not checked."""
+    answers = iter(["10.1.0.1"])
+
+    def look_up(*_: object, **__: object) -> list[tuple[object, ...]]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (next(answers), 1))]
+
+    class Tls(Net):
+        async def dial_hosts(self, address: str, hosts: Sequence[str]) -> Link:
+            asked.append((address, tuple(hosts)))
+            raise LinkLost("Nobody is there")
+
+    asked = list[tuple[str, tuple[str, ...]]]()
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    dialer = NodeDialer({"wss": Tls()}, AS_MEMBER)
+    with pytest.raises(LinkLost, match="Nobody is there"):
+        await dialer.dial(["wss://evil:1"], Purpose.MESH, expect=HOST.node, removals=NOBODY)
+    assert asked == [("wss://evil:1", ("10.1.0.1",))]
+
+    answers = iter(["10.1.0.1"])
+    dialer = NodeDialer({"wss": Net()}, AS_MEMBER)
+    with pytest.raises(LinkLost, match="cannot be told which hosts"):
+        await dialer.dial(["wss://evil:1"], Purpose.MESH, expect=HOST.node, removals=NOBODY)
 
 
 def test_an_address_that_cannot_be_dialled_is_not_an_error_of_the_user() -> None:

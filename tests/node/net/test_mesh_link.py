@@ -286,6 +286,66 @@ def test_a_removal_closes_the_link_at_once(run: Run) -> None:
     run(story)
 
 
+def test_a_removal_closes_links_for_weights_and_admits_no_others(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a, b = await pair(town)
+        c = await town.add("c")
+        c.meet(a)
+        await asyncio.sleep(3)
+        served = list[NodeId]()
+
+        async def serve(link: SecureLink) -> None:
+            with suppress(LinkLost):
+                while True:
+                    await link.receive()
+                    served.append(link.peer)
+
+        a.send_weights = serve
+        links = [await each.links.dial_weights(a.me) for each in (b, c)]
+        await asyncio.sleep(1)
+        removal = remove(a.store.key, a.credential.mesh, b.me, 1)
+        a.links.act(a.machine.remove(removal, asyncio.get_running_loop().time()))
+        await asyncio.sleep(1)
+
+        async with asyncio.timeout(9):
+            with pytest.raises(LinkLost):
+                await links[0].receive()
+        await links[1].send([b"more"])
+        await asyncio.sleep(1)
+        assert served == [c.me]
+        assert [each.peer for each in a.links._of_weights] == [c.me]
+        await links[1].close()
+        await asyncio.sleep(1)
+        assert not a.links._of_weights
+
+    run(story)
+
+
+@pytest.mark.parametrize("purpose", [Purpose.RING, Purpose.WEIGHTS])
+def test_a_member_that_is_removed_during_its_handshake_gets_no_link(
+    run: Run, monkeypatch: pytest.MonkeyPatch, purpose: Purpose
+) -> None:
+    async def story(town: Town) -> None:
+        a, b = await pair(town)
+        accept = secure_accept
+
+        async def slow(*args: Any) -> SecureLink:
+            link = await accept(*args)
+            removal = remove(a.store.key, a.credential.mesh, b.me, 1)
+            a.links.act(a.machine.remove(removal, asyncio.get_running_loop().time()))
+            return link
+
+        monkeypatch.setattr(module, "secure_accept", slow)
+        a.send_weights = never
+        link = await dial(b, a, purpose)
+        async with asyncio.timeout(9):
+            with pytest.raises(LinkLost):
+                await link.receive()
+        assert a.rings == []
+
+    run(story)
+
+
 def test_a_member_that_is_known_to_be_removed_is_not_dialled(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from meshllm.node.net.peer_address import (
     MAX_RESOLVED,
     Local,
     Machine,
+    Place,
     is_literal,
     machine_secret,
     own_hosts,
@@ -42,6 +43,10 @@ NEVER = (
 
 
 async def resolve(address: str, local: Local) -> list[str]:
+    return [place.address for place in await places(address, local)]
+
+
+async def places(address: str, local: Local) -> list[Place]:
     return await peer_address.resolve(address, local, THREADS)
 
 
@@ -108,8 +113,15 @@ async def test_a_name_of_this_machine_is_not_dialled(names: dict[str, list[str]]
 async def test_a_name_that_tls_proves_is_kept(names: dict[str, list[str]]) -> None:
     names["mesh"] = ["10.1.0.1", "fd00::9"]
 
-    assert await resolve("wss://mesh", Local.NO) == ["wss://mesh"]
+    assert await places("wss://mesh", Local.NO) == [Place("wss://mesh", ("10.1.0.1", "fd00::9"))]
+    assert await places("wss://mesh", Local.YES) == [Place("wss://mesh")]  # by the transport
     assert await resolve("ws://mesh", Local.NO) == ["ws://10.1.0.1", "ws://[fd00::9]"]
+
+
+async def test_every_number_of_a_name_is_checked(names: dict[str, list[str]]) -> None:
+    names["evil"] = [*(f"10.1.0.{number}" for number in range(MAX_RESOLVED)), "127.0.0.1"]
+
+    assert await places("wss://evil", Local.NO) == []
 
 
 async def test_an_unknown_name_is_an_error(names: dict[str, list[str]]) -> None:

@@ -52,6 +52,13 @@ async def answering(answer: bytes) -> AsyncIterator[str]:
         yield f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
+async def test_a_name_is_dialled_at_the_hosts_that_it_is_given() -> None:
+    async with answering(b"HTTP/1.1 403 No\r\n\r\n") as address:
+        named = address.replace("127.0.0.1", "mesh.invalid")
+        with pytest.raises(LinkLost, match=r"`ws://mesh\.invalid:\d+` failed .*HTTP 403"):
+            await WebsocketTransport().dial_hosts(named, ["127.0.0.1"])
+
+
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
@@ -128,8 +135,8 @@ async def test_a_connection_that_was_reset_fails_the_dial(monkeypatch: pytest.Mo
     asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
     with socket.create_server(("127.0.0.1", 0)) as server:
 
-        async def connect(host: str, port: int) -> socket.socket:
-            made = socket.create_connection((host, port))
+        async def connect(hosts: list[str], port: int) -> socket.socket:
+            made = socket.create_connection((hosts[0], port))
             peer, _ = server.accept()
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             peer.close()  # by a reset

@@ -71,7 +71,7 @@ def test_families_alternate() -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 async def test_a_host_is_a_number_or_a_name(host: str, server: socket.socket) -> None:
-    with await connect(host, server.getsockname()[1]) as one:
+    with await connect([host], server.getsockname()[1]) as one:
         assert one.getpeername() == server.getsockname()
 
 
@@ -81,7 +81,7 @@ async def test_the_next_address_is_tried_at_once_after_one_that_refuses(
     monkeypatch.setattr(happy_eyeballs, "ATTEMPT_S", None)
     found += [address(refused_port), address(server.getsockname()[1])]
 
-    with await connect(HOST, 1) as one:
+    with await connect([HOST], 1) as one:
         assert one.getpeername() == server.getsockname()
 
 
@@ -92,7 +92,7 @@ async def test_the_next_address_is_tried_beside_one_that_does_not_answer(
     hung = hang(monkeypatch, 1, 2)
     found += [address(1), address(2), address(server.getsockname()[1]), address(3)]
 
-    with await connect(HOST, 1) as one:
+    with await connect([HOST], 1) as one:
         assert one.getpeername() == server.getsockname()
     assert [each.fileno() for each in hung] == [-1, -1]
 
@@ -114,7 +114,7 @@ async def test_of_two_addresses_that_answer_at_once_one_is_closed(
     monkeypatch.setattr(loop, "sock_connect", connect_together)
     found += [address(server.getsockname()[1])] * 2
 
-    with await connect(HOST, 1) as one:
+    with await connect([HOST], 1) as one:
         assert [each.fileno() for each in both if each is not one] == [-1]
 
 
@@ -124,14 +124,14 @@ async def test_the_first_error_is_raised_if_no_address_answers(
     found += [address(refused_port), (99, socket.SOCK_STREAM, 0, "", ())]  # type: ignore[list-item]  # a family that this machine lacks
 
     with pytest.raises(OSError, match=r".") as raised:
-        await connect(HOST, 1)
+        await connect([HOST], 1)
 
     assert raised.value.errno == errno.ECONNREFUSED
 
 
 async def test_a_host_without_an_address_is_an_error() -> None:
     with pytest.raises(socket.gaierror):
-        await connect("nobody.invalid", 1)
+        await connect(["nobody.invalid"], 1)
 
 
 async def test_nothing_is_open_once_it_is_cancelled(
@@ -140,7 +140,7 @@ async def test_nothing_is_open_once_it_is_cancelled(
     monkeypatch.setattr(happy_eyeballs, "ATTEMPT_S", 0.0)
     hung = hang(monkeypatch, 1, 2)
     found += [address(1), address(2)]
-    connecting = asyncio.create_task(connect(HOST, 1))
+    connecting = asyncio.create_task(connect([HOST], 1))
     for _ in range(20):
         await asyncio.sleep(0)
 

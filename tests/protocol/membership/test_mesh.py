@@ -823,11 +823,13 @@ def test_a_membership_that_expires_ends_the_link() -> None:
     node.receive(LAST.node, Items((sign(LAST, PROFILE),)), 1.5)
 
     early = tick(node, 1.6, WALL + DAY - 1)
+    assert not node.has_ended(LAST.node, CREDENTIALS[LAST.node])
     late = tick(node, 1.6 + BEAT, WALL + DAY)
 
     assert only(early, Drop) == []
     assert only(late, Drop) == [Drop(LAST.node, CloseReason.REMOVED)]
     assert LAST.node not in node.profiles
+    assert node.has_ended(LAST.node, CREDENTIALS[LAST.node])
 
 
 def test_a_ticket_that_expires_ends_the_link_of_a_client() -> None:

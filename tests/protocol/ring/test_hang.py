@@ -85,7 +85,7 @@ def test_a_hang_does_not_raise_it_beyond_measure(limits: HangLimits) -> None:
     assert limits.begin(CHUNK, 0, is_step=False) == MOST_SLOW * TIMES * CHUNK_S
 
 
-def test_a_rank_without_layers_that_takes_long_is_no_slower(limits: HangLimits) -> None:
+def test_a_rank_without_layers_that_takes_long_does_not_count_as_slow(limits: HangLimits) -> None:
     limits.plan(RankTimes(Offer(NodeId(b"a"), 0, ((1, STEP_S),), 0.0), 0.0, LinkSpeed(0.0)))
 
     limits.ended(CHUNK, 0, 2 * TELLING_S, is_step=False)
