@@ -100,7 +100,7 @@ class RecordedDrafter:
         """Return a constant confidence; None after the end of the text."""
         return 2 if self._length < len(self._drafts) else None
 
-    def guess(self, most: int) -> tuple[int, ...]:
+    def draft(self, most: int) -> tuple[int, ...]:
         """Return up to ``most`` drafts."""
         return tuple(self._drafts[self._length : self._length + most])
 

@@ -12,7 +12,7 @@ def test_a_recorded_text_is_drafted_with_a_share_of_wrong_tokens() -> None:
 
     drafter = recorded.begin()
     drafter.extend((100, 101, 102))
-    drafts = drafter.guess(1000)
+    drafts = drafter.draft(1000)
 
     right = sum(draft == token for draft, token in zip(drafts, range(103, 400), strict=True))
     assert drafter.look() is not None
@@ -27,7 +27,7 @@ def test_nothing_is_drafted_while_recording_and_of_an_unknown_text() -> None:
         recorded.acceptance = acceptance
         drafter = recorded.begin()
         drafter.extend(prompt)
-        assert (drafter.look(), drafter.guess(4)) == (None, ())
+        assert (drafter.look(), drafter.draft(4)) == (None, ())
 
 
 def test_a_row_is_a_line_of_the_table() -> None:

@@ -4,7 +4,7 @@ from tests.builders.oracle import Oracle
 def wrong(acceptance: float, seed: int = 0) -> int:
     text = list(range(1000))
     drafter = Oracle(text, acceptance, seed).begin()
-    return sum(guess != token for guess, token in zip(drafter.guess(1000), text, strict=True))
+    return sum(draft != token for draft, token in zip(drafter.draft(1000), text, strict=True))
 
 
 def test_the_acceptance_rate_is_the_requested_one() -> None:
@@ -17,12 +17,12 @@ def test_drafts_follow_the_text_and_end_with_it() -> None:
 
     drafter.extend([5, 6])
 
-    assert (drafter.look(), drafter.guess(8)) == (2, (7, 8))
+    assert (drafter.look(), drafter.draft(8)) == (2, (7, 8))
     drafter.extend([7, 8])
-    assert (drafter.look(), drafter.guess(8)) == (None, ())
+    assert (drafter.look(), drafter.draft(8)) == (None, ())
 
 
 def test_a_run_can_be_repeated() -> None:
-    assert Oracle(range(99), 0.5, 3).begin().guess(99) == Oracle(range(99), 0.5, 3).begin().guess(
+    assert Oracle(range(99), 0.5, 3).begin().draft(99) == Oracle(range(99), 0.5, 3).begin().draft(
         99
     )

@@ -208,11 +208,11 @@ def test_an_entry_ends_once_and_runs_one_job_at_a_time_for_any_input(
     job: Embed | Pick | None = None
     ends: Counter[type] = Counter()
 
-    def pick(job: Pick, right: int, guesses: int) -> list[tasks.Action]:
-        most = len(job.guesses)
+    def pick(job: Pick, right: int, drafts: int) -> list[tasks.Action]:
+        most = len(job.drafts)
         tokens = (7,) * right + (8,) if right < most else (7,) * (1 + most)
         room = job.limit - job.pos - len(tokens) - len(job.flying(tokens) or ())
-        steps = [(7,) * guesses, (7,)] if guesses < room else []
+        steps = [(7,) * drafts, (7,)] if drafts < room else []
         return entry.picked(tokens, 0.0, [step for step in steps if step])
 
     for message in heard:
@@ -223,7 +223,7 @@ def test_an_entry_ends_once_and_runs_one_job_at_a_time_for_any_input(
                 job = action
         if not isinstance(message, tuple):
             actions = entry.receive(message, 0.0)
-        elif job is not None:  # the job completes: accepted guesses, new guesses
+        elif job is not None:  # the job completes: accepted drafts, new drafts
             done, job = job, None
             actions = entry.computed(None, 0.0) if isinstance(done, Embed) else pick(done, *message)
         else:

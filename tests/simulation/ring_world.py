@@ -111,7 +111,7 @@ class Weather:
     patience_s: tuple[float, ...] = (4.0, 12.0)
     """A trip takes up to 8 s and more, so the shorter one restarts for nothing."""
     idle_s: float = END
-    guesses: int = 3
+    drafts: int = 3
     """Most draft tokens in a step; some are right."""
     steps: int = 1
     """Most draft steps in flight; several need links that neither lose nor reorder."""
@@ -127,7 +127,7 @@ class Weather:
     """Rows of an older gen become garbage in flight, like rejected drafts."""
 
 
-QUIET = Weather(cancels=0.0, patience_s=(END,), guesses=0, follow=0.0)
+QUIET = Weather(cancels=0.0, patience_s=(END,), drafts=0, follow=0.0)
 CALM = Weather(poison=True)
 RUSH = Weather(lag=6.0, cancels=0.8, poison=True)
 CROWD = Weather(lag=3.0, poison=True, steps=6, tokens=24, patience_s=(20.0, 60.0))
@@ -530,28 +530,28 @@ class Simulation:
         session, limit = one.task.session, pick.limit - pick.pos
         self.flights[1 + len(one.entry._flight)] += 1
         rows = unpack(session, pick.blob) if pick.blob else self.caches[0][session]
-        rows = rows[-1 - len(pick.guesses) :]
-        assert len(rows) == 1 + len(pick.guesses)
+        rows = rows[-1 - len(pick.drafts) :]
+        assert len(rows) == 1 + len(pick.drafts)
         assert pick.pos == len(one.task.prompt) + len(one.answer)
         tokens: list[int] = []
-        for row, guess in zip_longest(rows, pick.guesses):
+        for row, draft in zip_longest(rows, pick.drafts):
             tokens.append(row % VOCABULARY)
-            if tokens[-1] != guess or len(tokens) == limit:
+            if tokens[-1] != draft or len(tokens) == limit:
                 break
         self.drive(one, one.entry.picked(tokens, self.now, self.steps(one, pick, tokens)))
 
     def steps(self, one: Generation, pick: Pick, tokens: list[int]) -> list[tuple[int, ...]]:
         """Draft nothing, the right tokens, or any tokens."""
         draw, flying = self.random, pick.flying(tokens)
-        sizes = [draw.randint(0, self.weather.guesses)]
+        sizes = [draw.randint(0, self.weather.drafts)]
         if self.weather.steps > 1:
             sizes += [1 + draw.randrange(3) for _ in range(draw.randrange(self.weather.steps))]
         behind = len(tokens) + len(flying or ())
         right = one.text[len(one.answer) + behind :][: sum(sizes)]
         wrong = draw.choice((0.0, 0.0, 0.1, 1.0))
-        guesses = [draw.randrange(VOCABULARY) if draw.random() < wrong else each for each in right]
+        drafts = [draw.randrange(VOCABULARY) if draw.random() < wrong else each for each in right]
         steps = [
-            tuple(guesses[end - size : end])
+            tuple(drafts[end - size : end])
             for size, end in zip(sizes, accumulate(sizes), strict=True)
         ]
         return [step for step in steps if step]

@@ -145,7 +145,7 @@ class Confident(Stage):
 
 
 class Hasty(Entry):
-    """Counts rows that may have held a wrong guess as done."""
+    """Counts rows that may have held a wrong draft as done."""
 
     def _keepable(self, least: int | None) -> int:
         return len(self._tokens)
@@ -177,7 +177,7 @@ class Trusting(Entry):
 
 
 class Gullible(Entry):
-    """Stays in the same gen after a rejected guess."""
+    """Stays in the same gen after a rejected draft."""
 
     def _raise_gen(self, *, sends_cancel: bool) -> list[actions.Action]:
         actions = super()._raise_gen(sends_cancel=sends_cancel)
@@ -253,10 +253,10 @@ class Repeating(Entry):
         "not picked",
         "any gen",
         "twice",
-        "wrong guess",
+        "wrong draft",
         "no crop in a crowd",
         "no gen in a crowd",
-        "wrong guess in a crowd",
+        "wrong draft in a crowd",
         "wrong step",
         "old rows",
     ],

@@ -20,7 +20,12 @@ if TYPE_CHECKING:
     from meshllm.cli.ring.spec import Spec
     from meshllm.cli.ring.workload import WorkloadReport
     from meshllm.protocol.planning.plan import ModelSizes, Plan
-    from meshllm.protocol.planning.prediction import Alternative, Guessing, PredictedHop, Prediction
+    from meshllm.protocol.planning.prediction import (
+        Alternative,
+        DraftEstimate,
+        PredictedHop,
+        Prediction,
+    )
     from meshllm.status import MeshStatus
 
 PROMPT = 256  # prompt tokens assumed for the time to the first token
@@ -267,13 +272,13 @@ class _PlanReport:
             "ttft_ms": self.prediction.ttft_s * 1e3,
             "ms_per_token": self.prediction.seconds_per_token * 1e3,
             "acceptance": self.acceptance,
-            "speculation": _speculation(self._guessing),
+            "speculation": _speculation(self._with_drafts),
             "policies": [
                 {
                     "policy": each.policy,
                     "nodes": len(each.plan.stages) if each.plan else None,
                     "ms_per_token": forecast and forecast.seconds_per_token * 1e3,
-                    "speculation": forecast and _speculation(forecast.guessing(self.acceptance)),
+                    "speculation": forecast and _speculation(forecast.with_drafts(self.acceptance)),
                     "ttft_ms": forecast and forecast.ttft_s * 1e3,
                     "slowest_stage_ms": forecast and forecast.slowest_stage_s * 1e3,
                     "reason": each.reason,
@@ -292,7 +297,7 @@ class _PlanReport:
              room, hop.compute_s * 1e3, hop.wire_s * 1e3)
             for rank, hop, memory, room in self._ranks()
         ]  # fmt: skip
-        token_s, guessed = self.prediction.seconds_per_token, self._guessing
+        token_s, drafted = self.prediction.seconds_per_token, self._with_drafts
         return "\n".join(
             [
                 f"`{self.plan.model}` on {self.subject}",
@@ -302,8 +307,8 @@ class _PlanReport:
                 "",
                 f"{token_s * 1e3:.2f} ms per token, {1 / token_s:.1f} tokens/s"
                 f" (head {self.prediction.head_s * 1e3:.2f} ms)",
-                f"{guessed.seconds_per_token * 1e3:.2f} ms with"
-                f" {counted(guessed.guesses, 'draft')} per step",
+                f"{drafted.seconds_per_token * 1e3:.2f} ms with"
+                f" {counted(drafted.drafts, 'draft')} per step",
                 f"{self.prediction.ttft_s * 1e3:.1f} ms to the first token of a prompt of {PROMPT}"
                 f" tokens, prefill in chunks of {self.prediction.chunk}",
                 "",
@@ -335,8 +340,8 @@ class _PlanReport:
         ]
 
     @property
-    def _guessing(self) -> "Guessing":
-        return self.prediction.guessing(self.acceptance)
+    def _with_drafts(self) -> "DraftEstimate":
+        return self.prediction.with_drafts(self.acceptance)
 
     def _assumed(self) -> list[str]:
         from meshllm.cli.ring.spec import ROWS
@@ -356,7 +361,7 @@ class _PlanReport:
                 each.policy,
                 len(each.plan.stages) if each.plan else None,
                 forecast and forecast.seconds_per_token * 1e3,
-                forecast and forecast.guessing(self.acceptance).seconds_per_token * 1e3,
+                forecast and forecast.with_drafts(self.acceptance).seconds_per_token * 1e3,
                 forecast and forecast.ttft_s * 1e3,
                 forecast and forecast.slowest_stage_s * 1e3,
             )
@@ -365,5 +370,5 @@ class _PlanReport:
         ]
 
 
-def _speculation(found: "Guessing") -> dict[str, float]:
-    return {"guesses": found.guesses, "ms_per_token": found.seconds_per_token * 1e3}
+def _speculation(found: "DraftEstimate") -> dict[str, float]:
+    return {"drafts": found.drafts, "ms_per_token": found.seconds_per_token * 1e3}

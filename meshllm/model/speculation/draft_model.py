@@ -223,7 +223,7 @@ class ModelDrafter:
         self._held += len(new)
         return None if is_much else sum(self._next[1] >= level for level in LEVELS)
 
-    def guess(self, most: int) -> tuple[int, ...]:
+    def draft(self, most: int) -> tuple[int, ...]:
         """Draft up to ``most`` tokens after `look`, while all are likely to be accepted."""
         most = min(most, self._drafting.context - len(self._text))
         token, likely = self._next

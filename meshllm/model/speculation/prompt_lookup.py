@@ -138,7 +138,7 @@ class SuffixDrafter:
         self._found = (index, place) if length >= KEY else None
         return sum(length >= step for step in _STEPS) if self._found else None
 
-    def guess(self, most: int) -> tuple[int, ...]:
+    def draft(self, most: int) -> tuple[int, ...]:
         """Draft up to ``most`` tokens from the match that `look` found."""
         if self._found is None:
             return ()

@@ -562,7 +562,7 @@ class EntryNode:
 
     def _sample_batch(self, samples: Sequence[SampleJob]) -> Iterator[Sequence[Any]]:
         """Sample, and run the steps that follow; runs on the compute thread."""
-        rows = sum(1 + len(sample.job.guesses) for sample in samples)
+        rows = sum(1 + len(sample.job.drafts) for sample in samples)
         before = max(sample.job.pos for sample in samples)
         limits = self._config.limits
 

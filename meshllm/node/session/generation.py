@@ -326,7 +326,7 @@ class Generation:
         """Seal the output [1, T, D] of an Embed; in a ring of one, keep the rows to sample from."""
         watch.computed()
         if self._is_alone:
-            self._rows = output[:, -1 - job.guesses :]
+            self._rows = output[:, -1 - job.drafts :]
             return None
         blob = self._encoder.seal(output, watch.compute_us, is_step=job.is_step)
         watch.serialised()
@@ -357,7 +357,7 @@ class Generation:
 
     def _opened(self, job: Pick) -> Tensor:
         form = self._runners.front.row_format
-        return opened_rows(self._encoder.key, job.blob, 1 + len(job.guesses), form)
+        return opened_rows(self._encoder.key, job.blob, 1 + len(job.drafts), form)
 
     def pick(self, job: Pick, logits: Tensor, watch: Stopwatch) -> Picked:
         """Sample from ``logits`` [1, 1 + G, V] up to the first rejected draft token."""
@@ -414,7 +414,7 @@ class Generation:
         grammar = self._order.grammar
         tokens: list[int] = []
         is_last = False
-        for row, guess in zip_longest(logits, job.guesses):
+        for row, draft in zip_longest(logits, job.drafts):
             token = self._forced_at(job.pos + len(tokens))
             if token is None:
                 token = pick(
@@ -432,7 +432,7 @@ class Generation:
             tokens.append(token)
             self._history.append(token)
             is_last = self._order.take_token(token)
-            if is_last or token != guess:
+            if is_last or token != draft:
                 break
         return tuple(tokens), is_last
 
@@ -454,12 +454,12 @@ class Generation:
         except (RuntimeError, MemoryError) as error:  # of a draft model, mostly out of memory
             logger.warning("an answer goes on without drafts: %s", error)
             self._speculator = None
-        guesses = steps[0] if steps else ()
-        has_room = known + len(flying or ()) + len(guesses) <= job.room
+        drafts = steps[0] if steps else ()
+        has_room = known + len(flying or ()) + len(drafts) <= job.room
         if flying is None and has_room and not ends:
-            self._next = Embed(job.gen, known - 1, (tokens[-1], *guesses), len(guesses))
-        elif flying is not None and guesses and not ends:
-            self._next = Embed(job.gen, known + len(flying), guesses, len(guesses) - 1)
+            self._next = Embed(job.gen, known - 1, (tokens[-1], *drafts), len(drafts))
+        elif flying is not None and drafts and not ends:
+            self._next = Embed(job.gen, known + len(flying), drafts, len(drafts) - 1)
         return steps
 
     def _draft(

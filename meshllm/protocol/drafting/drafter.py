@@ -17,7 +17,7 @@ class Drafter(Protocol):
     def look(self) -> int | None:
         """Return the confidence in the next draft token, from 0 to 3; None if there is none."""
 
-    def guess(self, most: int) -> tuple[int, ...]:
+    def draft(self, most: int) -> tuple[int, ...]:
         """Draft up to ``most`` tokens."""
 
 

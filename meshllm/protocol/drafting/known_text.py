@@ -28,6 +28,6 @@ class KnownText:
         """Return full confidence until the end of the text."""
         return MAX_CONFIDENCE if self._length < len(self._text) else None
 
-    def guess(self, most: int) -> tuple[int, ...]:
+    def draft(self, most: int) -> tuple[int, ...]:
         """Return the next tokens of the text."""
         return self._text[self._length : self._length + most]

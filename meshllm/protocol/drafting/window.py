@@ -1,6 +1,6 @@
 """Draft length of speculative decoding, and the number of steps in flight.
 
-Theory of operation: a step with G draft tokens (guesses), each accepted with probability a if those
+Theory of operation: a step with G draft tokens, each accepted with probability a if those
 before it are, gives (1 - a**(G + 1)) / (1 - a) tokens (Leviathan et al., 2023, equation 1). It
 takes the time of 1 + G rows plus the time of drafting. All three are measured while the ring works:
 a per confidence of a drafter, step time per number of rows, drafting time per token of a drafter,
@@ -36,11 +36,11 @@ from dataclasses import dataclass
 from math import inf
 from operator import attrgetter
 
-GUESSES = (0, 1, 2, 4, 8, 11, 16)
+DRAFTS = (0, 1, 2, 4, 8, 11, 16)
 """Draft lengths to choose from: few, so that each is measured soon.
 
 With AVX-512, 12 rows take one pass over the weights, see `meshllm.model.kernels.gemm_bf16`."""
-STEPS = tuple(1 + guesses for guesses in GUESSES if guesses)
+STEPS = tuple(1 + drafts for drafts in DRAFTS if drafts)
 """Rows of a step with draft tokens."""
 MAX_CONFIDENCE = 3
 """Of a drafter in its next token; the lowest is 0."""
@@ -61,7 +61,7 @@ _NEW_WEIGHT = 0.2  # weight of a new time in the moving average
 _MAX_AGE = 256  # steps after which a time that was not measured again is dropped
 _CLIP = 2.0  # a time is clipped to this factor of the mean: other programs use the machine too
 _TRIAL_EVERY = 64  # tokens without a draft until a small one is tried
-_TRIAL_GUESSES = 2
+_TRIAL_DRAFTS = 2
 _MAX_FRUITLESS = 4  # fruitless queries, after which there are none until the next trial
 _MIN_RATE = 0.05  # acceptance rate below which drafts are not worth their time, if they take any
 _MAX_RATE = 0.99  # acceptance rate at most: no text repeats itself without end
@@ -73,7 +73,7 @@ _DRIFT = 0.01  # of pipelined times towards their prior, per step that had the r
 class Window:
     """Draft tokens and steps in flight at a time."""
 
-    guesses: int
+    drafts: int
     """Draft tokens of a step, after its first token."""
     depth: int = 1
     """Steps in flight."""
@@ -81,7 +81,7 @@ class Window:
     @property
     def rows(self) -> int:
         """Rows of a step."""
-        return 1 + self.guesses
+        return 1 + self.drafts
 
     @property
     def length(self) -> int:
@@ -212,17 +212,17 @@ class DrafterStats:
         """Steps without a draft of the session that reported last; at first, one is due."""
         self.fruitless = 0
         """Consecutive queries of that session that led to no draft."""
-        self._seconds, self._guesses = 0.0, 1.0
+        self._seconds, self._drafts = 0.0, 1.0
 
     @property
     def token_s(self) -> float:
         """Drafting time per token, fruitless queries included."""
-        return self._seconds / max(self._guesses, 1.0)
+        return self._seconds / max(self._drafts, 1.0)
 
-    def note_query(self, guesses: int, seconds: float) -> None:
+    def note_query(self, drafts: int, seconds: float) -> None:
         """Record the time of a query, and the draft tokens that it gave."""
         self._seconds = self._seconds * _DECAY + seconds
-        self._guesses = self._guesses * _DECAY + guesses
+        self._drafts = self._drafts * _DECAY + drafts
 
 
 class WindowChoice:
@@ -257,10 +257,10 @@ class WindowChoice:
         ``sessions`` run together.
         """
         allowed = [
-            Window(guesses, steps)
-            for guesses in GUESSES
-            for steps in (DEPTHS if guesses else (1,))
-            if guesses <= room and steps <= depth and guesses * steps <= self._most
+            Window(drafts, steps)
+            for drafts in DRAFTS
+            for steps in (DEPTHS if drafts else (1,))
+            if drafts <= room and steps <= depth and drafts * steps <= self._most
         ]
         alone = [each for each in allowed if each.depth == 1]
         many = [each for each in allowed if each.depth > 1 and each.length <= max_drafts]
@@ -270,35 +270,35 @@ class WindowChoice:
             best = max(alone, key=lambda window: self._gain(rate, window, sessions))
         else:
             many = []
-        self._fruitless = 0 if best.guesses else self._fruitless + 1
-        if best.guesses == 0 and self._undrafted >= _TRIAL_EVERY:
+        self._fruitless = 0 if best.drafts else self._fruitless + 1
+        if best.drafts == 0 and self._undrafted >= _TRIAL_EVERY:
             best = max(
-                (each for each in alone if each.guesses <= _TRIAL_GUESSES),
-                key=attrgetter("guesses"),
+                (each for each in alone if each.drafts <= _TRIAL_DRAFTS),
+                key=attrgetter("drafts"),
             )
         self._ring.fruitless = self._fruitless
         rate = min(rate, self._long.rate(confidence))
         return max([best, *many], key=lambda window: self._gain(rate, window, sessions))
 
-    def note(self, confidence: int, guesses: int, right: int) -> None:
-        """Record a step with ``guesses`` draft tokens, the first ``right`` of them accepted."""
-        self._undrafted = 0 if guesses else self._undrafted + 1
+    def note(self, confidence: int, drafts: int, right: int) -> None:
+        """Record a step with ``drafts`` draft tokens, the first ``right`` of them accepted."""
+        self._undrafted = 0 if drafts else self._undrafted + 1
         self._ring.undrafted = self._undrafted
-        if not guesses:
+        if not drafts:
             return
         # After the first rejection, the measured rate alone limits the draft length.
-        self._most = 2 * self._most if right == guesses else inf
+        self._most = 2 * self._most if right == drafts else inf
         self._ring.fruitless = self._fruitless = 0 if right else self._fruitless
         self._ring.is_known = True
         for acceptance in (self._own, self._long, self._ring.acceptance):
-            acceptance.note(confidence, min(right + 1, guesses), right)
+            acceptance.note(confidence, min(right + 1, drafts), right)
 
     def _gain(self, rate: float, window: Window, sessions: int) -> float:
         """Estimate tokens per second of each session."""
         rate = min(rate, _MAX_RATE)
         passed = rate**window.rows
         further = passed / (1 - passed)
-        trip = self._times.of(window.rows * sessions) + window.guesses * self._ring.token_s
+        trip = self._times.of(window.rows * sessions) + window.drafts * self._ring.token_s
         seconds = trip * (1 + further)
         if window.depth > 1:
             first, interval = self._times.first(window.rows), self._times.interval(window.rows)

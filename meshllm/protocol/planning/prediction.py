@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from meshllm.errors import MeshError
 from meshllm.names import NodeId, Span
-from meshllm.protocol.drafting.window import GUESSES
+from meshllm.protocol.drafting.window import DRAFTS
 from meshllm.protocol.planning.chunking import ring_times
 from meshllm.protocol.planning.plan import (
     MAX_SECONDS,
@@ -35,10 +35,10 @@ class PredictedHop:
 
 
 @dataclass(frozen=True, slots=True)
-class Guessing:
+class DraftEstimate:
     """Speculative decoding on a ring."""
 
-    guesses: int
+    drafts: int
     """Draft tokens in each step; 0 if none gain anything."""
     seconds_per_token: float
 
@@ -72,15 +72,15 @@ class Prediction:
         entry, *others = (hop.compute_s for hop in self.hops)
         return max(entry + self.head_s, *others, 0.0)
 
-    def guessing(self, acceptance: float) -> Guessing:
+    def with_drafts(self, acceptance: float) -> DraftEstimate:
         """Find the best draft length if each token is accepted with this probability.
 
         A step with G of them gives 1 + a + ... + a**G tokens (Leviathan et al., 2023, equation 1).
         """
         return min(
             (
-                Guessing(guesses, seconds / sum(acceptance**at for at in range(guesses + 1)))
-                for guesses, seconds in self.steps
+                DraftEstimate(drafts, seconds / sum(acceptance**at for at in range(drafts + 1)))
+                for drafts, seconds in self.steps
             ),
             key=lambda each: each.seconds_per_token,
         )
@@ -127,7 +127,7 @@ def predict(
         head_s=times.head_s,
         chunk=pace.chunk,
         ttft_s=times.first_token_s(prompt_tokens, pace),
-        steps=tuple((guesses, times.step_s(1 + guesses)) for guesses in GUESSES),
+        steps=tuple((drafts, times.step_s(1 + drafts)) for drafts in DRAFTS),
     )
 
 

@@ -71,9 +71,9 @@ class Embed:
     gen: int
     pos: int
     tokens: tuple[int, ...]
-    guesses: int = 0
-    """How many of the last tokens are guesses, after one that is known, or will be when this comes
-    back. In a ring of one, the rows of the guesses and the one before them stay for a Pick; in a
+    drafts: int = 0
+    """How many of the last tokens are drafts, after one that is known, or will be when this comes
+    back. In a ring of one, the rows of the drafts and the one before them stay for a Pick; in a
     larger ring all rows are returned."""
     is_step: bool = True
     """Rows of a decode step, each as if computed alone; else a chunk of the prompt."""
@@ -93,10 +93,10 @@ class Pick:
     pos: int
     blob: Blob | None
     """``[1, 1 + G, D]``; None means the last rows of the last Embed."""
-    guesses: tuple[int, ...]
+    drafts: tuple[int, ...]
     """G draft tokens from ``pos`` on."""
     limit: int
-    """First position beyond the answer, for tokens and guesses."""
+    """First position beyond the answer, for tokens and drafts."""
     ahead: tuple[int, ...] = ()
     """Draft tokens in flight after those."""
     max_drafts: int = MAX_POSITION
@@ -104,18 +104,18 @@ class Pick:
     room: int = MAX_POSITION
     """First position for which the caches have no room yet: nothing is computed there."""
 
-    def right(self, tokens: Sequence[int]) -> int:
-        """Count the guesses that equal the sampled ``tokens``, up to the first that does not."""
-        pairs = zip(tokens, (*self.guesses, *self.ahead), strict=False)
+    def accepted(self, tokens: Sequence[int]) -> int:
+        """Count the drafts that equal the sampled ``tokens``, up to the first that does not."""
+        pairs = zip(tokens, (*self.drafts, *self.ahead), strict=False)
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def flying(self, tokens: Sequence[int]) -> tuple[int, ...] | None:
-        """Return the guesses that stay in flight after these tokens.
+        """Return the drafts that stay in flight after these tokens.
 
         None means that the last token is not in flight itself and is yet to be embedded.
         """
-        is_right = self.right(tokens) == len(tokens) > len(self.guesses)
-        return (*self.guesses, *self.ahead)[len(tokens) :] if is_right else None
+        is_right = self.accepted(tokens) == len(tokens) > len(self.drafts)
+        return (*self.drafts, *self.ahead)[len(tokens) :] if is_right else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,14 +14,14 @@ rank; ``done <= injected <= len(tokens)``. One rule drives both prefill and deco
 leave room for it, see `meshllm.protocol.session.waiting`. Only the chunk with the last known token
 requests a row, so a prompt costs one row on the way back, and a decode step is a chunk of one.
 
-For speculative decoding, draft tokens (guesses) may follow that token in a decode step; then all
-rows come back. As long as the token sampled from a row equals the next guess, the next row was
+For speculative decoding, draft tokens may follow that token in a decode step; then all
+rows come back. As long as the token sampled from a row equals the next draft, the next row was
 computed from the right prefix and is accepted too (Leviathan et al., 2023, with equality as the
-test, as sampling is a function of the position). A rejected guess raises the gen, and the next step
-starts at its position: crop on write undoes its rows. Guesses are never known tokens, so nothing
+test, as sampling is a function of the position). A rejected draft raises the gen, and the next step
+starts at its position: crop on write undoes its rows. Drafts are never known tokens, so nothing
 else changes.
 
-While a step is in flight, further steps that hold only guesses may follow it, as if all guesses
+While a step is in flight, further steps that hold only drafts may follow it, as if all drafts
 before them were right::
 
     known: a b c          in flight: [c d e] [f g h] [i j k]
@@ -29,7 +29,7 @@ before them were right::
     [f g h] comes back and gives g X     ->  known: .. f g X       in flight: nothing; next: [X ..]
 
 Results are picked in order. If one gives the first token of the next step, that step has become
-like the first one: a known token and guesses. Otherwise everything in flight is wrong: the gen is
+like the first one: a known token and drafts. Otherwise everything in flight is wrong: the gen is
 raised, a Cancel runs ahead, and the next step starts at the last known token. Each Pick may add
 steps behind those in flight; it replaces steps that were not injected by then.
 
@@ -155,8 +155,8 @@ class Entry:
         self._flight: deque[int] = deque()  # end position of each chunk or step in flight
         self._back: dict[int, Blob | None] = {}  # rows that wait for a Pick, by end position
         self._job: Embed | Pick | None = None
-        self._ahead: tuple[int, ...] = ()  # guesses in flight after the last known token
-        self._steps: deque[tuple[int, ...]] = deque()  # guesses after those, to be injected
+        self._ahead: tuple[int, ...] = ()  # drafts in flight after the last known token
+        self._steps: deque[tuple[int, ...]] = deque()  # drafts after those, to be injected
         self._tries = 0
         self._base: PrefixHit | None = None
         self._recompute = 0  # positions to compute again in the lost layers of the base
@@ -284,9 +284,9 @@ class Entry:
         *,
         stop: bool = False,
     ) -> list[Action]:
-        """Handle the sampled tokens: every accepted guess and one token more.
+        """Handle the sampled tokens: every accepted draft and one token more.
 
-        ``steps`` are guesses after those of `Pick.flying`, step by step; if that is None, the first
+        ``steps`` are drafts after those of `Pick.flying`, step by step; if that is None, the first
         ones follow the last of ``tokens``. ``stop`` ends the answer with these tokens.
         """
         job, self._job = self._job, None
@@ -371,12 +371,10 @@ class Entry:
             return []
         self._done = end = self._flight.popleft()
         known = len(self._tokens)
-        guesses, ahead = self._ahead[: end - known], self._ahead[end - known :]
+        drafts, ahead = self._ahead[: end - known], self._ahead[end - known :]
         blob, max_crop = self._back.pop(end), self._task.max_crop
         max_drafts = MAX_POSITION if max_crop is None else max(0, max_crop - 1)
-        self._job = Pick(
-            self._gen, known, blob, guesses, self._limit, ahead, max_drafts, self._room
-        )
+        self._job = Pick(self._gen, known, blob, drafts, self._limit, ahead, max_drafts, self._room)
         return [*self._progress(known), self._job]
 
     def _start_embed(self) -> list[Action]:
@@ -385,8 +383,8 @@ class Entry:
         if pos < self._recompute:
             return self._start_recompute(pos)
         is_step = pos >= max(known - 1, len(self._task.prompt))
-        guesses = self._steps[0] if is_step and self._steps else ()
-        tokens = (*self._tokens[pos : pos + self._rows_from(pos)], *guesses)
+        drafts = self._steps[0] if is_step and self._steps else ()
+        tokens = (*self._tokens[pos : pos + self._rows_from(pos)], *drafts)
         is_short = is_step or pos in self.given_steps
         if self._job or not tokens or len(self._flight) >= self._window(is_step=is_short):
             return []
@@ -394,15 +392,15 @@ class Entry:
             return []
         if not is_step and not self._queue.take(self._task.session, len(tokens)):
             return []
-        if guesses:
+        if drafts:
             self._ahead += self._steps.popleft()
         self._injected += len(tokens)
         self.capacity = max(self.capacity, self._injected)
-        guessed = len(tokens) - 1 if is_step else 0
-        is_known = pos < len(self._task.prompt) or len(tokens) > 1 + guessed
+        drafted = len(tokens) - 1 if is_step else 0
+        is_known = pos < len(self._task.prompt) or len(tokens) > 1 + drafted
         is_step = not is_known or pos in self.given_steps
         self._chunks = add_chunk(self._chunks, pos, self._injected, is_step=is_step)
-        self._job = Embed(self._gen, pos, tokens, guessed, is_step)
+        self._job = Embed(self._gen, pos, tokens, drafted, is_step)
         return [self._job]
 
     def _request_room(self) -> list[Action]:

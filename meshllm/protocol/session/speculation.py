@@ -92,14 +92,14 @@ class Speculator:
         else:
             self._learn(
                 job,
-                job.right(tokens),
+                job.accepted(tokens),
                 now - self._since,
                 beside,
                 is_warm_up=prepared > self._before,
             )
         for source in self._sources:
             source.drafter.extend(tokens)
-        found = self._guess(limits) if room else ()
+        found = self._draft(limits) if room else ()
         self._place += 1
         if limits.flying is None:
             self._burst, self._place = max(1, len(found)), 0
@@ -122,7 +122,7 @@ class Speculator:
     def _learn(
         self, job: Pick, right: int, seconds: float, beside: int, *, is_warm_up: bool
     ) -> None:
-        times, rows = self._speculation.times, 1 + len(job.guesses)
+        times, rows = self._speculation.times, 1 + len(job.drafts)
         if is_warm_up:
             pass  # it does not predict later steps
         elif self._place == 0 and self._burst > 1:
@@ -131,19 +131,19 @@ class Speculator:
             times.note(rows + beside, seconds)
         elif 0 < self._place < self._burst:
             times.note_interval(rows, seconds)
-        tried = min(rows, len(job.guesses) + len(job.ahead))
+        tried = min(rows, len(job.drafts) + len(job.ahead))
         for source in self._sources:
             own = tried if source is self._used else 0
             source.window_choice.note(source.confidence or 0, own, min(own, right))
 
-    def _guess(self, limits: _Limits) -> Steps:
+    def _draft(self, limits: _Limits) -> Steps:
         """Query the free drafter first if it is sure, and last if it is not."""
         sure = self._free.look() or 0
         if limits.flying is not None:
-            return self._free.guess(limits)
+            return self._free.draft(limits)
         for source in self._sources if sure >= SURE else reversed(self._sources):
             steps = (
-                self._free.guess(limits) if source is self._free else self._query(source, limits)
+                self._free.draft(limits) if source is self._free else self._query(source, limits)
             )
             if steps:
                 self._used = source
@@ -157,7 +157,7 @@ class Speculator:
         """
         if model.window_choice.is_paused or model.look() is None:
             return ()
-        steps = model.guess(replace(limits, depth=1))
+        steps = model.draft(replace(limits, depth=1))
         self._modelled = sum(map(len, steps))
         return steps
 
@@ -175,7 +175,7 @@ class _DraftSource:
         self.confidence = self.drafter.look()
         return self.confidence
 
-    def guess(self, limits: _Limits) -> Steps:
+    def draft(self, limits: _Limits) -> Steps:
         """Draft as many tokens as are worth it, in steps whose rows are among `STEPS`."""
         if self.confidence is None:
             return ()
@@ -191,7 +191,7 @@ class _DraftSource:
         count = min(most // window.rows * window.rows - is_open, limits.room - len(flying))
         if count <= 0:
             return ()
-        tokens = self.drafter.guess(len(flying) + count)
+        tokens = self.drafter.draft(len(flying) + count)
         if tokens[: len(flying)] != flying:
             return ()  # it disagrees with the draft in flight, whose result comes first
         return window.cut(tokens[len(flying) :], is_open=is_open)

@@ -61,10 +61,10 @@ def test_each_policy_predicts_speculation_and_time_to_first_token(meshllm: Invok
 
     good, useless = (json.loads(meshllm(*words, share).stdout) for share in ("0.9", "0"))
 
-    for plan, guesses, gain in ((good, 16, 4), (useless, 0, 1)):
-        assert plan["acceptance"] == (0.9 if guesses else 0)
+    for plan, drafts, gain in ((good, 16, 4), (useless, 0, 1)):
+        assert plan["acceptance"] == (0.9 if drafts else 0)
         for each in (plan, *plan["policies"]):
-            assert each["speculation"]["guesses"] == guesses
+            assert each["speculation"]["drafts"] == drafts
             assert each["ms_per_token"] > 0.99 * gain * each["speculation"]["ms_per_token"]
             assert each["ttft_ms"] > each["ms_per_token"]
         assert (plan["prompt_tokens"], plan["chunk"] <= 256) == (256, True)

@@ -90,10 +90,11 @@ def test_a_good_and_a_bad_draft_model_give_the_same_text(
     is_alone: bool,
     request: pytest.FixtureRequest,
 ) -> None:
-    guessing = request.getfixturevalue(draft)
+    drafter = request.getfixturevalue(draft)
     drafting = SILENT if is_alone else SuffixDrafting()
     options = RingOptions(
-        nodes=1, inference=InferenceConfig(threads=1, drafting=drafting, draft=str(guessing.folder))
+        nodes=1,
+        inference=InferenceConfig(threads=1, drafting=drafting, draft=str(drafter.folder)),
     )
 
     assert [answer.tokens for answer in asyncio.run(answers(source, options))] == texts

@@ -295,7 +295,7 @@ class Alternating:
     def look(self) -> int | None:
         return 3 if self.drafts and self.steps % 2 else None
 
-    def guess(self, most: int) -> tuple[int, ...]:
+    def draft(self, most: int) -> tuple[int, ...]:
         return (1,) * min(4, most)
 
 
@@ -306,7 +306,7 @@ def test_drafts_are_judged_beside_the_steps_that_run_with_them(
     taken, seen = Speculator.after, list[tuple[int, int, int, int]]()
 
     def after(self: Speculator, tokens: Sequence[int], job: Pick, now: float, **ring: Any) -> Steps:
-        seen.append((id(self), 1 + len(job.guesses), ring["sessions"], ring["beside"]))
+        seen.append((id(self), 1 + len(job.drafts), ring["sessions"], ring["beside"]))
         return taken(self, tokens, job, now, **ring)
 
     monkeypatch.setattr(Speculator, "after", after)

@@ -24,7 +24,7 @@ from meshllm.node.session.generation import (
     Token,
 )
 from meshllm.protocol.drafting.drafter import Drafting
-from meshllm.protocol.drafting.window import DEPTHS, GUESSES, Window, WindowChoice
+from meshllm.protocol.drafting.window import DEPTHS, DRAFTS, Window, WindowChoice
 from meshllm.protocol.session.actions import Embed
 from meshllm.protocol.session.messages import Blob
 from meshllm.request import FinishReason, Sampling
@@ -61,7 +61,7 @@ class Liar:
     def look(self) -> int:
         return self._draw.randrange(4)
 
-    def guess(self, most: int) -> tuple[int, ...]:
+    def draft(self, most: int) -> tuple[int, ...]:
         draw = self._draw
         told = list(self._text[self._length : self._length + most])
         told = told[: draw.choice((most, most, draw.randint(0, most)))]
@@ -86,10 +86,10 @@ def bold(monkeypatch: pytest.MonkeyPatch) -> None:
     ) -> Window:
         assert sessions >= 1
         windows = [
-            Window(guesses, steps)
-            for guesses in GUESSES
+            Window(drafts, steps)
+            for drafts in DRAFTS
             for steps in DEPTHS
-            if guesses <= room and steps <= depth and (guesses or steps == 1)
+            if drafts <= room and steps <= depth and (drafts or steps == 1)
         ]
         return draw.choice(
             [each for each in windows if each.depth == 1 or each.length <= max_drafts]
@@ -161,12 +161,12 @@ def test_every_drafter_gives_the_same_text(
     source: Source, texts: list[list[int]], nodes: int, depth: int
 ) -> None:
     greedy, sampled = ((*PROMPT, *text) for text in texts)
-    guessing: list[tuple[Sampling, Drafting]] = [
+    cases: list[tuple[Sampling, Drafting]] = [
         (GREEDY, Oracle(greedy, 0.95)),
         (SAMPLED, Oracle(sampled, 0.6)),
         (SAMPLED, Liar(sampled, 1)),
     ]
-    for seed, (sampling, drafting) in enumerate(guessing):
+    for seed, (sampling, drafting) in enumerate(cases):
         shape = replace(ROUGH, seed=seed)
         ask = partial(answers, nodes=nodes, depth=depth, shape=shape)
         ((tokens, _),) = run_virtual(ask(source, drafting, ordered(sampling)))
@@ -257,7 +257,7 @@ def test_a_step_at_the_end_of_a_flight_is_embedded_ahead(
 
     assert len(asked) == 4  # the prompt, and the steps sent together except the first
     assert len(ready) > 10
-    assert {job.guesses for job in ready[:10]} == {4}
+    assert {job.drafts for job in ready[:10]} == {4}
 
 
 def depths(monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -89,14 +89,14 @@ def after(drafting: ModelDrafting, *tokens: int) -> ModelDrafter:
 
 def drafted(drafter: ModelDrafter, most: int) -> tuple[int, ...]:
     assert drafter.look() is not None
-    return drafter.guess(most)
+    return drafter.draft(most)
 
 
 def looked(drafter: ModelDrafter, most: int) -> tuple[int | None, tuple[int, ...]]:
     """Look until all is read, and draft."""
     looks = (drafter.look() for _ in range(9))
     confidence = next(look for look in looks if look is not None)
-    return confidence, drafter.guess(most)
+    return confidence, drafter.draft(most)
 
 
 def test_the_draft_is_the_greedy_text_of_the_stock_model(
@@ -230,7 +230,7 @@ def test_only_tokens_of_both_models_are_drafted_and_read(draft: Draft) -> None:
     drafter = after(few, *PROMPT)
 
     assert max(PROMPT) < likeliest
-    assert all(guess < likeliest for guess in drafted(drafter, 8))
+    assert all(draft < likeliest for draft in drafted(drafter, 8))
     drafter.extend((likeliest,))
     assert drafter.look() is None
 
@@ -286,7 +286,7 @@ def test_the_next_turn_reuses_the_cache_of_the_last(watched: Watched) -> None:
     turn = [token % 100 for token in range(60)]
     first.extend(turn)
     assert (first.look(), first.look() is None) == (None, False)
-    first.guess(4)
+    first.draft(4)
     first.extend((1, 2, 3))
     watched.drafting.keep([*turn, 1, 2, 3])
     watched.taken()
@@ -296,7 +296,7 @@ def test_the_next_turn_reuses_the_cache_of_the_last(watched: Watched) -> None:
 
     assert watched.taken() == [[7, 7, 7]]
     fresh = after(watched.drafting, *turn[:-5], 7, 7, 7)
-    assert looked(fresh, 4) == (confidence, second.guess(4))
+    assert looked(fresh, 4) == (confidence, second.draft(4))
     assert max(map(len, watched.taken())) > STRIDE  # a cache is handed out once
 
 

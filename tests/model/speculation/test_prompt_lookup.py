@@ -15,7 +15,7 @@ def after(*tokens: int, drafting: SuffixDrafting | None = None) -> SuffixDrafter
 
 def looked(drafter: SuffixDrafter, most: int = 4) -> tuple[int | None, tuple[int, ...]]:
     confidence = drafter.look()
-    return confidence, drafter.guess(most)
+    return confidence, drafter.draft(most)
 
 
 def test_a_text_without_repetition_has_no_draft() -> None:
@@ -103,7 +103,7 @@ def test_a_huge_text_does_not_fill_the_store() -> None:
 def test_a_draft_is_what_followed_the_longest_match(tokens: list[int], most: int) -> None:
     drafter = after(*tokens)
 
-    confidence, guess = looked(drafter, most)
+    confidence, draft = looked(drafter, most)
 
     best = max(
         (
@@ -121,9 +121,9 @@ def test_a_draft_is_what_followed_the_longest_match(tokens: list[int], most: int
             for end in range(best, len(tokens))
             if tokens[end - best : end] == tokens[len(tokens) - best :]
         ]
-        whole = tokens + list(guess)
-        assert len(guess) == most
-        assert any(list(guess) == whole[end : end + most] for end in places)
+        whole = tokens + list(draft)
+        assert len(draft) == most
+        assert any(list(draft) == whole[end : end + most] for end in places)
 
 
 def test_the_index_of_a_huge_prompt_is_bounded() -> None:

@@ -793,7 +793,7 @@ class FailingDrafts:
     def look(self) -> int:
         raise MemoryError("no memory for drafts")
 
-    guess = keep = look
+    draft = keep = look
 
 
 async def test_an_answer_goes_on_without_drafts_if_their_model_fails() -> None:

@@ -254,17 +254,17 @@ def head_of(ring: LocalRing) -> HeadParts:
 
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize(
-    ("nodes", "temperature", "guesses"),
+    ("nodes", "temperature", "drafts"),
     [(2, 0.0, False), (2, 0.8, True), (3, 0.8, False), (3, 0.0, True)],
 )
 async def test_logits_of_the_last_rank_change_no_text(
-    tiny: Path, nodes: int, temperature: float, guesses: bool
+    tiny: Path, nodes: int, temperature: float, drafts: bool
 ) -> None:
-    async with ring_of(tiny, nodes, speculation=guesses) as ring:
+    async with ring_of(tiny, nodes, speculation=drafts) as ring:
         texts = [await ask(ring, temperature) for _ in range(3)]
 
         assert texts == [await plain(tiny, temperature)] * 3
-        assert guesses or head_of(ring).control._proofs >= PROOFS
+        assert drafts or head_of(ring).control._proofs >= PROOFS
 
 
 @pytest.mark.usefixtures("patient")

@@ -14,6 +14,6 @@ def test_texts_of_another_scope_are_not_drafted() -> None:
         drafter = ScopedDrafting(shared, scope).begin()
         drafter.extend([1, 2])
         drafter.look()
-        found.append(drafter.guess(1))
+        found.append(drafter.draft(1))
 
     assert found == [(3,), (4,), ()]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from meshllm.protocol.drafting.window import (
     DEPTHS,
-    GUESSES,
+    DRAFTS,
     MAX_CONFIDENCE,
     MAX_DEPTH,
     Acceptance,
@@ -29,11 +29,11 @@ def times(**seconds: float) -> StepTimes:
 
 
 def taught(
-    table: StepTimes, right: int, guesses: int, ring: DrafterStats | None = None
+    table: StepTimes, right: int, drafts: int, ring: DrafterStats | None = None
 ) -> WindowChoice:
     windows = WindowChoice(table, ring)
     for _ in range(20):
-        windows.note(2, guesses, right)
+        windows.note(2, drafts, right)
     return windows
 
 
@@ -41,7 +41,7 @@ def wrong(windows: WindowChoice, steps: int, confidence: int = 2) -> list[int]:
     """Return the draft length chosen at each step, with every draft rejected."""
     chosen = []
     for _ in range(steps):
-        chosen.append(0 if windows.is_paused else windows.choose(confidence, 99).guesses)
+        chosen.append(0 if windows.is_paused else windows.choose(confidence, 99).drafts)
         windows.note(confidence, chosen[-1], 0)
     return chosen
 
@@ -168,13 +168,13 @@ def test_queries_that_gave_nothing_count_as_one_token_at_least() -> None:
 
 
 def test_good_drafts_in_a_slow_ring_are_long() -> None:
-    assert taught(times(r1=0.250, r17=0.280), right=15, guesses=16).choose(2, 99).guesses == 16
+    assert taught(times(r1=0.250, r17=0.280), right=15, drafts=16).choose(2, 99).drafts == 16
 
 
 def test_a_new_ring_starts_with_short_drafts_and_doubles_them() -> None:
     windows, chosen = WindowChoice(times(r1=1.0, r17=1.0)), []
     for _ in range(4):
-        chosen.append(windows.choose(3, 99).guesses)
+        chosen.append(windows.choose(3, 99).drafts)
         windows.note(3, chosen[-1], chosen[-1])
 
     assert chosen == [4, 8, 16, 16]
@@ -185,11 +185,11 @@ def test_a_few_drafts_are_tried_once_if_rows_are_computed_one_by_one() -> None:
     table.note(1, 0.1)
     windows = WindowChoice(table, ring)
 
-    assert windows.choose(3, 99).guesses == 2
+    assert windows.choose(3, 99).drafts == 2
     table.note(3, 0.3)
     windows.note(3, 2, 2)
-    assert windows.choose(3, 99).guesses == 0
-    assert WindowChoice(table, ring).choose(3, 99).guesses == 0
+    assert windows.choose(3, 99).drafts == 0
+    assert WindowChoice(table, ring).choose(3, 99).drafts == 0
 
 
 def test_rows_one_by_one_are_worth_it_in_a_slow_ring() -> None:
@@ -197,33 +197,33 @@ def test_rows_one_by_one_are_worth_it_in_a_slow_ring() -> None:
     table.note(1, 0.31)
     windows = WindowChoice(table)
 
-    windows.note(3, windows.choose(3, 99).guesses, 2)
+    windows.note(3, windows.choose(3, 99).drafts, 2)
     table.note(3, 0.33)
-    assert windows.choose(3, 99).guesses > 2
+    assert windows.choose(3, 99).drafts > 2
 
 
 def test_no_drafts_at_low_acceptance() -> None:
-    assert taught(times(r1=0.100, r2=0.105), right=0, guesses=2).choose(2, 99).guesses == 0
+    assert taught(times(r1=0.100, r2=0.105), right=0, drafts=2).choose(2, 99).drafts == 0
 
 
 def test_no_drafts_if_a_row_costs_as_much_as_a_step() -> None:
     table = times(r1=0.1, r2=0.2, r3=0.3, r5=0.5, r9=0.9, r17=1.7)
 
-    assert taught(table, right=3, guesses=4).choose(2, 99).guesses == 0
+    assert taught(table, right=3, drafts=4).choose(2, 99).drafts == 0
 
 
 def test_short_drafts_at_fair_acceptance() -> None:
     table = times(r1=0.100, r2=0.105, r3=0.110, r5=0.120, r9=0.140, r17=0.180)
 
-    assert 2 <= taught(table, right=1, guesses=2).choose(2, 99).guesses <= 8
+    assert 2 <= taught(table, right=1, drafts=2).choose(2, 99).drafts <= 8
 
 
 def test_drafting_is_tried_again_with_a_small_trial() -> None:
-    windows = taught(times(r1=0.100, r2=0.105), right=0, guesses=2)
+    windows = taught(times(r1=0.100, r2=0.105), right=0, drafts=2)
 
     chosen = []
     for _ in range(200):
-        chosen.append(windows.choose(2, 99).guesses)
+        chosen.append(windows.choose(2, 99).drafts)
         windows.note(2, chosen[-1], 0)
 
     assert 2 <= sum(map(bool, chosen)) <= 4
@@ -243,7 +243,7 @@ def test_a_second_session_knows_a_high_acceptance() -> None:
     table, ring = times(r1=0.250, r17=0.280), DrafterStats()
     taught(table, 16, 16, ring)
 
-    assert WindowChoice(table, ring).choose(2, 99).guesses == 16
+    assert WindowChoice(table, ring).choose(2, 99).drafts == 16
 
 
 def test_the_statistics_of_a_session_soon_outweigh_those_of_the_ring() -> None:
@@ -253,7 +253,7 @@ def test_the_statistics_of_a_session_soon_outweigh_those_of_the_ring() -> None:
     windows = WindowChoice(table, ring)
 
     assert sum(wrong(windows, 60)[20:]) == 0
-    assert windows.choose(2, 99).guesses == 0
+    assert windows.choose(2, 99).drafts == 0
 
 
 def test_many_short_sessions_try_bad_drafts_as_seldom_as_a_long_one() -> None:
@@ -268,12 +268,12 @@ def test_many_short_sessions_try_bad_drafts_as_seldom_as_a_long_one() -> None:
 
 def test_drafting_time_shortens_drafts_or_stops_them() -> None:
     table, ring = times(r1=0.100, r17=0.110), DrafterStats()
-    windows = taught(table, right=15, guesses=16, ring=ring)
+    windows = taught(table, right=15, drafts=16, ring=ring)
     chosen = []
     for token_s in (0.0, 0.02, 0.3):
         for _ in range(40):
             ring.note_query(16, 16 * token_s)
-        chosen.append(windows.choose(2, 99).guesses)
+        chosen.append(windows.choose(2, 99).drafts)
 
     assert chosen[0] == 16
     assert 0 < chosen[1] <= 16
@@ -291,13 +291,13 @@ def test_fruitless_queries_raise_the_price() -> None:
 
 def test_after_fruitless_queries_there_is_a_pause_and_then_a_trial() -> None:
     ring = DrafterStats()
-    windows = taught(times(r1=0.100, r2=0.105), right=0, guesses=2, ring=ring)
+    windows = taught(times(r1=0.100, r2=0.105), right=0, drafts=2, ring=ring)
 
     looked = []
     for _ in range(200):
         looked.append(not windows.is_paused)
-        guesses = windows.choose(2, 99).guesses if looked[-1] else 0
-        windows.note(2, guesses, 0)
+        drafts = windows.choose(2, 99).drafts if looked[-1] else 0
+        windows.note(2, drafts, 0)
 
     assert looked[:4] == [True] * 4
     assert sum(looked) <= 4 + 3
@@ -305,7 +305,7 @@ def test_after_fruitless_queries_there_is_a_pause_and_then_a_trial() -> None:
 
 
 def test_an_accepted_trial_ends_the_pause() -> None:
-    windows = taught(times(r1=0.100, r2=0.105), right=0, guesses=2)
+    windows = taught(times(r1=0.100, r2=0.105), right=0, drafts=2)
     wrong(windows, 20)
     assert windows.is_paused
 
@@ -323,7 +323,7 @@ def test_a_new_session_inherits_the_pause() -> None:
 
 
 def test_a_step_is_cut_as_it_was_chosen() -> None:
-    window = Window(guesses=2, depth=3)
+    window = Window(drafts=2, depth=3)
 
     assert (window.rows, window.length) == (3, 8)
     assert window.cut(range(8), is_open=True) == ((0, 1), (2, 3, 4), (5, 6, 7))
@@ -331,7 +331,7 @@ def test_a_step_is_cut_as_it_was_chosen() -> None:
 
 
 def test_a_remainder_is_split_into_shorter_steps() -> None:
-    window = Window(guesses=16, depth=8)
+    window = Window(drafts=16, depth=8)
 
     assert [len(step) for step in window.cut(range(30), is_open=True)] == [16, 12, 2]
     assert [len(step) for step in window.cut(range(16), is_open=False)] == [12, 3]
@@ -341,12 +341,12 @@ def test_a_remainder_is_split_into_shorter_steps() -> None:
 
 
 def test_a_single_step_drops_the_remainder() -> None:
-    assert Window(guesses=4).cut(range(4), is_open=True) == ((0, 1, 2, 3),)
-    assert Window(guesses=4).cut(range(3), is_open=True) == ((0, 1),)
+    assert Window(drafts=4).cut(range(4), is_open=True) == ((0, 1, 2, 3),)
+    assert Window(drafts=4).cut(range(3), is_open=True) == ((0, 1),)
 
 
 def certain(table: StepTimes, right: int = 16) -> WindowChoice:
-    """Return a chooser after many steps of 16 guesses, of which the first ones were accepted."""
+    """Return a chooser after many steps of 16 drafts, of which the first ones were accepted."""
     windows = WindowChoice(table)
     windows.note(2, 1, 0)  # otherwise it would start with few
     for _ in range(20):
@@ -504,8 +504,8 @@ def test_a_new_ring_starts_with_one_step_and_doubles_its_drafts() -> None:
     windows = WindowChoice(table)
     for _ in range(8):
         window = windows.choose(3, 999, depth=8)
-        chosen.append(window.guesses * window.depth)
-        windows.note(3, window.guesses, window.guesses)
+        chosen.append(window.drafts * window.depth)
+        windows.note(3, window.drafts, window.drafts)
 
     assert chosen[0] == 4
     assert chosen[-1] == 16 * 8
@@ -525,7 +525,7 @@ def test_zero_times_are_handled() -> None:
     st.lists(
         st.tuples(
             st.integers(0, MAX_CONFIDENCE),
-            st.sampled_from(GUESSES),
+            st.sampled_from(DRAFTS),
             st.integers(0, 16),
             st.floats(0, 1e6),
             st.floats(0, 1e6),
@@ -540,18 +540,18 @@ def test_every_choice_respects_its_limits(
 ) -> None:
     table, ring = StepTimes(), DrafterStats()
     windows = WindowChoice(table, ring)
-    for sure, guesses, right, seconds, token_s in steps:
-        table.note(1 + guesses, seconds)
-        table.note_first(1 + guesses, 2 * seconds)
-        table.note_interval(1 + guesses, seconds / 3)
-        ring.note_query(guesses, token_s)
-        windows.note(sure, guesses, min(right, guesses))
+    for sure, drafts, right, seconds, token_s in steps:
+        table.note(1 + drafts, seconds)
+        table.note_first(1 + drafts, 2 * seconds)
+        table.note_interval(1 + drafts, seconds / 3)
+        ring.note_query(drafts, token_s)
+        windows.note(sure, drafts, min(right, drafts))
 
     for each in (windows, WindowChoice(table, ring)):
         chosen = each.choose(confidence, room, depth=4, max_drafts=31)
-        assert chosen.guesses in GUESSES
+        assert chosen.drafts in DRAFTS
         assert chosen.depth in DEPTHS[:3]
-        assert chosen.guesses <= room
+        assert chosen.drafts <= room
         assert chosen.depth == 1 or chosen.length <= 31
 
 

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from meshllm.names import Span
-from meshllm.protocol.drafting.window import GUESSES
+from meshllm.protocol.drafting.window import DRAFTS
 from meshllm.protocol.planning.chunking import ring_times
 from meshllm.protocol.planning.plan import (
     MAX_SECONDS,
@@ -75,24 +75,24 @@ def test_a_prompt_is_sent_in_the_best_chunks() -> None:
 
 
 def test_draft_tokens_share_a_trip() -> None:
-    # One trip takes 34 ms, and 2 % more for each guess in the layers and the head.
+    # One trip takes 34 ms, and 2 % more for each draft in the layers and the head.
     prediction = predict(PAIR, OFFERS, apart({}, others=10), model(4))
 
-    assert [guesses for guesses, _ in prediction.steps] == list(GUESSES)
+    assert [drafts for drafts, _ in prediction.steps] == list(DRAFTS)
     one, two = (seconds for _, seconds in prediction.steps[:2])
     assert one == pytest.approx(prediction.seconds_per_token)
     assert two == pytest.approx(0.020 + 0.014 * (1 + 9 / 255))
 
 
-@pytest.mark.parametrize(("acceptance", "guesses"), [(0.0, 0), (0.5, 4), (1.0, 16)])
-def test_the_best_draft_length_depends_on_the_acceptance(acceptance: float, guesses: int) -> None:
+@pytest.mark.parametrize(("acceptance", "drafts"), [(0.0, 0), (0.5, 4), (1.0, 16)])
+def test_the_best_draft_length_depends_on_the_acceptance(acceptance: float, drafts: int) -> None:
     prediction = predict(PAIR, OFFERS, apart({}, others=10), model(4))
 
-    guessing = prediction.guessing(acceptance)
+    with_drafts = prediction.with_drafts(acceptance)
 
-    tokens = sum(acceptance**power for power in range(guesses + 1))
-    assert guessing.guesses == guesses
-    assert guessing.seconds_per_token == pytest.approx(dict(prediction.steps)[guesses] / tokens)
+    tokens = sum(acceptance**power for power in range(drafts + 1))
+    assert with_drafts.drafts == drafts
+    assert with_drafts.seconds_per_token == pytest.approx(dict(prediction.steps)[drafts] / tokens)
 
 
 def test_no_drafts_if_rows_are_computed_one_by_one() -> None:
@@ -100,8 +100,8 @@ def test_no_drafts_if_rows_are_computed_one_by_one() -> None:
 
     prediction = predict(PAIR, offers, Links(), model(4))
 
-    assert prediction.guessing(0.9).guesses == 0
-    assert prediction.guessing(0.9).seconds_per_token == prediction.seconds_per_token
+    assert prediction.with_drafts(0.9).drafts == 0
+    assert prediction.with_drafts(0.9).seconds_per_token == prediction.seconds_per_token
 
 
 def test_a_client_computes_the_head_only() -> None:

@@ -1,4 +1,4 @@
-"""Tasks of an entry that are impossible, and guesses that stay in flight."""
+"""Tasks of an entry that are impossible, and drafts that stay in flight."""
 
 from dataclasses import replace
 
@@ -34,9 +34,9 @@ def test_an_impossible_task_is_refused(task: GenerationTask, words: str) -> None
         ((91, 92, 93, 94, 95), 4, None),
     ],
 )
-def test_confirmed_guesses_stay_in_flight(
+def test_confirmed_drafts_stay_in_flight(
     tokens: tuple[int, ...], right: int, flying: tuple[int, ...] | None
 ) -> None:
     pick = Pick(0, 3, None, (91, 92), 42, (93, 94))
 
-    assert (pick.right(tokens), pick.flying(tokens)) == (right, flying)
+    assert (pick.accepted(tokens), pick.flying(tokens)) == (right, flying)

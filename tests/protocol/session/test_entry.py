@@ -461,18 +461,18 @@ def test_a_cache_that_cannot_be_cropped_is_recomputed_from_the_start() -> None:
     assert actions == [Forward(Cancel(SESSION, EPOCH, 1)), chunk(1, 0, (11, 12))]
 
 
-def guessing(*guesses: int) -> Entry:
-    """An entry whose step with token 90 and these guesses was just sent."""
+def with_drafts(*drafts: int) -> Entry:
+    """An entry whose step with token 90 and these drafts was just sent."""
     entry = Entry(replace(TASK, prompt=(11, 12), max_tokens=9), PACE)
     entry.open(0.0)
     entry.computed(blob(2), 0.0)
     entry.receive(back(0, 2, row=blob(1)), 1.0)
-    entry.picked((90,), 1.0, (guesses,) if guesses else ())
-    entry.computed(blob(1 + len(guesses)), 1.0)
+    entry.picked((90,), 1.0, (drafts,) if drafts else ())
+    entry.computed(blob(1 + len(drafts)), 1.0)
     return entry
 
 
-def test_guesses_follow_the_last_token_and_request_all_rows() -> None:
+def test_drafts_follow_the_last_token_and_request_all_rows() -> None:
     entry = Entry(replace(TASK, prompt=(11, 12)), PACE)
     entry.open(0.0)
     entry.computed(blob(2), 0.1)
@@ -483,8 +483,8 @@ def test_guesses_follow_the_last_token_and_request_all_rows() -> None:
     assert entry.receive(back(2, 3, row=blob(3)), 0.8) == [Pick(0, 3, blob(3), (91, 92), 5)]
 
 
-def test_guesses_are_committed_once_they_are_accepted() -> None:
-    entry = guessing(91, 92)
+def test_drafts_are_committed_once_they_are_accepted() -> None:
+    entry = with_drafts(91, 92)
     assert entry.committed == 2
     entry.receive(back(2, 3, row=blob(3)), 2.0)
     assert entry.committed == 3  # of the step that is picked, its first token
@@ -494,8 +494,8 @@ def test_guesses_are_committed_once_they_are_accepted() -> None:
     assert entry.committed == 4
 
 
-def test_accepted_guesses_are_tokens_and_the_last_row_gives_one_more() -> None:
-    entry = guessing(91, 92)
+def test_accepted_drafts_are_tokens_and_the_last_row_gives_one_more() -> None:
+    entry = with_drafts(91, 92)
     entry.receive(back(2, 3, row=blob(3)), 2.0)
 
     actions = entry.picked((91, 92, 93), 2.0)
@@ -503,8 +503,8 @@ def test_accepted_guesses_are_tokens_and_the_last_row_gives_one_more() -> None:
     assert actions == [Emit(91), Emit(92), Emit(93), Embed(0, 5, (93,))]
 
 
-def test_a_rejected_guess_raises_the_gen_and_is_overwritten() -> None:
-    entry = guessing(91, 92)
+def test_a_rejected_draft_raises_the_gen_and_is_overwritten() -> None:
+    entry = with_drafts(91, 92)
     entry.receive(back(2, 3, row=blob(3)), 2.0)
 
     assert entry.picked((91, 77), 2.0, ((78,),)) == [Emit(91), Emit(77), Embed(1, 4, (77, 78), 1)]
@@ -513,8 +513,8 @@ def test_a_rejected_guess_raises_the_gen_and_is_overwritten() -> None:
     assert entry.receive(back(4, 2, gen=1, row=blob(2)), 2.3) == [Pick(1, 5, blob(2), (78,), 11)]
 
 
-def test_a_repeated_result_of_guesses_is_dropped() -> None:
-    entry = guessing(91, 92)
+def test_a_repeated_result_of_drafts_is_dropped() -> None:
+    entry = with_drafts(91, 92)
     entry.receive(back(2, 3, row=blob(3)), 2.0)
 
     assert entry.receive(back(2, 3, row=blob(3)), 2.1) == []
@@ -522,15 +522,15 @@ def test_a_repeated_result_of_guesses_is_dropped() -> None:
     assert entry.receive(back(2, 3, row=blob(3)), 2.3) == []
 
 
-def test_fewer_rows_than_guesses_are_refused() -> None:
-    failed, _ = guessing(91, 92).receive(back(2, 3, row=blob(1)), 2.0)
+def test_fewer_rows_than_drafts_are_refused() -> None:
+    failed, _ = with_drafts(91, 92).receive(back(2, 3, row=blob(1)), 2.0)
 
     assert isinstance(failed, Failed)
     assert failed.code is FaultCode.RULES
 
 
-def test_a_restart_drops_the_guesses() -> None:
-    entry = guessing(91, 92)
+def test_a_restart_drops_the_drafts() -> None:
+    entry = with_drafts(91, 92)
 
     assert entry.receive(Gap(SESSION, EPOCH, 0, 2), 2.0) == [
         Forward(Cancel(SESSION, EPOCH, 1)),
@@ -542,7 +542,7 @@ def test_a_restart_drops_the_guesses() -> None:
 
 
 def test_a_restart_during_a_pick_keeps_its_tokens_and_computes_them_again() -> None:
-    entry = guessing(91, 92)
+    entry = with_drafts(91, 92)
     entry.receive(back(2, 3, row=blob(3)), 2.0)
 
     assert entry.receive(Gap(SESSION, EPOCH, 0, 1), 2.1) == [Forward(Cancel(SESSION, EPOCH, 1))]
@@ -553,8 +553,8 @@ def test_a_restart_during_a_pick_keeps_its_tokens_and_computes_them_again() -> N
     ]
 
 
-def test_a_stop_within_the_guesses_ends_the_answer_there() -> None:
-    entry = guessing(91, 92)
+def test_a_stop_within_the_drafts_ends_the_answer_there() -> None:
+    entry = with_drafts(91, 92)
     entry.receive(back(2, 3, row=blob(3)), 2.0)
 
     assert entry.picked((91,), 2.0, stop=True) == [
@@ -693,8 +693,8 @@ def test_only_positions_that_came_all_round_are_kept() -> None:
     assert entry.kept == [11, 12]
 
 
-def test_unverified_guesses_are_not_kept() -> None:
-    entry = guessing(91, 92)
+def test_unverified_drafts_are_not_kept() -> None:
+    entry = with_drafts(91, 92)
     entry.receive(back(2, 3, row=blob(3)), 2.0)
 
     assert entry.finish(CANCELLED, 2.0)[-1] == Forward(Close(SESSION, EPOCH, keep=3))
@@ -714,15 +714,15 @@ def test_a_row_in_flight_is_kept_if_caches_cannot_be_cropped(
     assert entry.finish(CANCELLED, 2.0)[-1] == Forward(Close(SESSION, EPOCH, keep=keep))
 
 
-@pytest.mark.parametrize(("guesses", "keep"), [((), 2), ((91,), 0)])
+@pytest.mark.parametrize(("drafts", "keep"), [((), 2), ((91,), 0)])
 def test_of_rows_in_flight_a_sliding_window_is_cropped_by_one(
-    guesses: tuple[int, ...], keep: int
+    drafts: tuple[int, ...], keep: int
 ) -> None:
     entry = Entry(replace(TASK, prompt=(11, 12), max_tokens=9, max_crop=40), PACE)
     entry.open(0.0)
     entry.computed(blob(2), 0.0)
     entry.receive(back(0, 2, row=blob(1)), 1.0)
-    entry.picked((90,), 1.0, (guesses,) if guesses else ())
+    entry.picked((90,), 1.0, (drafts,) if drafts else ())
 
     assert entry.finish(CANCELLED, 2.0)[-1] == Forward(Close(SESSION, EPOCH, keep=keep))
 
@@ -817,7 +817,7 @@ STEPS = ((91, 92), (93, 94, 95), (96, 97))
 
 
 def flying(*steps: tuple[int, ...], task: GenerationTask = TASK) -> Entry:
-    """An entry with token 90 and these guesses in flight: at 2 with the first ones, at 5, at 8."""
+    """An entry with token 90 and these drafts in flight: at 2 with the first ones, at 5, at 8."""
     entry = Entry(replace(task, prompt=(11, 12), max_tokens=40), PACE)
     entry.open(0.0)
     entry.computed(blob(2), 0.0)
@@ -859,7 +859,7 @@ def test_a_step_that_confirms_the_next_one_leaves_it_in_flight() -> None:
     assert entry.picked((97, 98), 2.2) == [Emit(97), Emit(98), Embed(0, 10, (98,))]
 
 
-def test_new_guesses_follow_those_in_flight() -> None:
+def test_new_drafts_follow_those_in_flight() -> None:
     entry = flying()
     entry.receive(back(2, 3, row=blob(3)), 2.0)
 
@@ -906,7 +906,7 @@ def test_a_rejection_in_the_second_step_keeps_the_tokens_of_the_first() -> None:
     ]
 
 
-def test_guesses_that_were_not_injected_are_replaced_and_the_gen_stays() -> None:
+def test_drafts_that_were_not_injected_are_replaced_and_the_gen_stays() -> None:
     entry = Entry(replace(TASK, prompt=(11, 12), max_tokens=40), PACE)
     entry.open(0.0)
     entry.computed(blob(2), 0.1)
@@ -1035,7 +1035,7 @@ def test_a_gap_discards_the_whole_flight() -> None:
     assert entry.receive(back(2, 1, gen=1, row=blob(1)), 2.2) == [Pick(1, 3, blob(1), (), 42)]
 
 
-def test_a_gap_during_a_pick_keeps_its_tokens_and_no_guess() -> None:
+def test_a_gap_during_a_pick_keeps_its_tokens_and_no_draft() -> None:
     entry = flying()
     entry.receive(back(2, 3, row=blob(3)), 2.0)
     entry.receive(back(5, 3, row=blob(3)), 2.0)
@@ -1063,7 +1063,7 @@ def test_a_flight_is_limited_by_the_queue_of_a_rank() -> None:
 
 
 @pytest.mark.parametrize(("max_crop", "max_drafts"), [(None, MAX_POSITION), (32, 31), (0, 0)])
-def test_croppable_positions_limit_the_guesses(max_crop: int | None, max_drafts: int) -> None:
+def test_croppable_positions_limit_the_drafts(max_crop: int | None, max_drafts: int) -> None:
     entry = flying((91,), task=replace(TASK, max_crop=max_crop))
 
     (pick,) = entry.receive(back(2, 2, row=blob(2)), 2.0)

@@ -9,7 +9,7 @@ import pytest
 
 from meshllm.model.speculation.prompt_lookup import SuffixDrafting
 from meshllm.protocol.drafting.drafter import Drafter, Drafting
-from meshllm.protocol.drafting.window import GUESSES
+from meshllm.protocol.drafting.window import DRAFTS
 from meshllm.protocol.session.actions import Pick
 from meshllm.protocol.session.speculation import SURE, Speculation, Speculator, Steps
 from tests.builders.oracle import Oracle
@@ -60,9 +60,9 @@ class SlowDrafter:
             return None
         return self._inner.look()
 
-    def guess(self, most: int) -> tuple[int, ...]:
+    def draft(self, most: int) -> tuple[int, ...]:
         self._drafting.work(most - 1)
-        return self._inner.guess(most)
+        return self._inner.draft(most)
 
 
 def after(
@@ -74,68 +74,68 @@ def after(
     return steps
 
 
-def pick(pos: int, guesses: Sequence[int] = (), room: int = 99, **more: Any) -> Pick:
-    """Return a job for rows after ``pos`` tokens that leaves room for this number of guesses."""
-    return Pick(0, pos, None, tuple(guesses), pos + len(guesses) + 2 + room, **more)
+def pick(pos: int, drafts: Sequence[int] = (), room: int = 99, **more: Any) -> Pick:
+    """Return a job for rows after ``pos`` tokens that leaves room for this number of drafts."""
+    return Pick(0, pos, None, tuple(drafts), pos + len(drafts) + 2 + room, **more)
 
 
 def write(
     speculation: Speculation, clock: Clock, tokens: int = 300, room: int = 99
 ) -> tuple[list[int], float]:
-    """Write a text; return how much was guessed at each step, and the seconds per token."""
-    speculator, length, guessed = Speculator(speculation, TEXT[:10]), 10, []
-    guesses, begin = of(after(speculator, clock, (), pick(10), ends=True)), clock.now
+    """Write a text; return how much was drafted at each step, and the seconds per token."""
+    speculator, length, drafted = Speculator(speculation, TEXT[:10]), 10, []
+    drafts, begin = of(after(speculator, clock, (), pick(10), ends=True)), clock.now
     while length < 10 + tokens:
-        pairs = zip(guesses, TEXT[length:], strict=False)
+        pairs = zip(drafts, TEXT[length:], strict=False)
         right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        clock.now += STEP_S + ROW_S * len(guesses)
+        clock.now += STEP_S + ROW_S * len(drafts)
         come = TEXT[length : length + right + 1]
         limit = length + len(come) + 1 + room
-        guesses = of(after(speculator, clock, come, Pick(0, length, None, guesses, limit)))
+        drafts = of(after(speculator, clock, come, Pick(0, length, None, drafts, limit)))
         length += len(come)
-        guessed.append(len(guesses))
-    return guessed, (clock.now - begin) / (length - 10)
+        drafted.append(len(drafts))
+    return drafted, (clock.now - begin) / (length - 10)
 
 
 def write_together(speculation: Speculation, clock: Clock, sessions: int) -> list[int]:
-    """Write texts in lockstep; return how much was guessed at each step by all of them.
+    """Write texts in lockstep; return how much was drafted at each step by all of them.
 
     A pass takes the same time for up to four rows, and for more in proportion.
     """
     speculators = [Speculator(speculation, TEXT[:10]) for _ in range(sessions)]
-    lengths, guessed = [10] * sessions, list[int]()
-    guesses: list[tuple[int, ...]] = [()] * sessions
+    lengths, drafted = [10] * sessions, list[int]()
+    drafts: list[tuple[int, ...]] = [()] * sessions
     for each in speculators:
         after(each, clock, (), pick(10), ends=True)
     for _ in range(30):
-        rows = [1 + len(each) for each in guesses]
+        rows = [1 + len(each) for each in drafts]
         clock.now += STEP_S * max(4, sum(rows)) / 4
         for place, speculator in enumerate(speculators):
             at = lengths[place]
-            pairs = zip(guesses[place], TEXT[at:], strict=False)
+            pairs = zip(drafts[place], TEXT[at:], strict=False)
             right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-            job = Pick(0, at, None, guesses[place], at + 99)
+            job = Pick(0, at, None, drafts[place], at + 99)
             come = TEXT[at : at + right + 1]
             beside = {"sessions": sessions, "beside": sum(rows) - rows[place]}
-            guesses[place] = of(after(speculator, clock, come, job, **beside))
+            drafts[place] = of(after(speculator, clock, come, job, **beside))
             lengths[place] = at + right + 1
-        guessed.append(sum(map(len, guesses)))
-    return guessed
+        drafted.append(sum(map(len, drafts)))
+    return drafted
 
 
 def of(steps: Steps) -> tuple[int, ...]:
-    """Return the guesses of a single step."""
-    (guesses,) = steps or ((),)
-    return guesses
+    """Return the drafts of a single step."""
+    (drafts,) = steps or ((),)
+    return drafts
 
 
-def guesses_per_step(drafting: Drafting, *, tokens: int = 300, room: int = 99) -> list[int]:
-    """Return how many tokens were guessed at each step of a text."""
+def drafts_per_step(drafting: Drafting, *, tokens: int = 300, room: int = 99) -> list[int]:
+    """Return how many tokens were drafted at each step of a text."""
     return write(Speculation(drafting), Clock(), tokens, room)[0]
 
 
 @pytest.mark.parametrize(("room", "most"), [(10, 0), (11, 0), (12, 1), (14, 2)])
-def test_no_guess_is_made_where_the_caches_have_no_room(room: int, most: int) -> None:
+def test_no_draft_is_made_where_the_caches_have_no_room(room: int, most: int) -> None:
     clock, speculator = Clock(), Speculator(Speculation(Oracle(TEXT, 1.0)), TEXT[:10])
     job = replace(pick(10), room=room)
 
@@ -143,7 +143,7 @@ def test_no_guess_is_made_where_the_caches_have_no_room(room: int, most: int) ->
 
 
 def test_good_drafts_are_used_and_more_of_them_in_time() -> None:
-    assert sum(guesses_per_step(Oracle(TEXT, 1.0), tokens=60)) > 40
+    assert sum(drafts_per_step(Oracle(TEXT, 1.0), tokens=60)) > 40
 
 
 def test_what_drafts_cost_other_sessions_is_known_at_once_and_forgotten_alone() -> None:
@@ -173,16 +173,16 @@ def test_a_step_is_timed_by_the_rows_of_all_sessions() -> None:
 
 
 def test_bad_drafts_are_soon_left_alone() -> None:
-    guessed = guesses_per_step(Oracle(TEXT, 0.0), tokens=60)
+    drafted = drafts_per_step(Oracle(TEXT, 0.0), tokens=60)
 
-    assert 0 < sum(guessed) <= 60
-    assert sum(guessed[40:]) == 0
+    assert 0 < sum(drafted) <= 60
+    assert sum(drafted[40:]) == 0
 
 
 def test_steps_use_only_prepared_row_counts() -> None:
-    assert set(guesses_per_step(Oracle(TEXT, 0.9))) <= set(GUESSES)
-    assert max(guesses_per_step(Oracle(TEXT, 1.0), room=3)) <= 3
-    assert set(guesses_per_step(Oracle(TEXT, 1.0), room=0)) == {0}
+    assert set(drafts_per_step(Oracle(TEXT, 0.9))) <= set(DRAFTS)
+    assert max(drafts_per_step(Oracle(TEXT, 1.0), room=3)) <= 3
+    assert set(drafts_per_step(Oracle(TEXT, 1.0), room=0)) == {0}
 
 
 def test_finished_texts_improve_later_drafts() -> None:
@@ -222,9 +222,9 @@ def test_useless_drafts_cost_few_steps_over_all_texts() -> None:
 def test_a_good_draft_model_is_worth_its_time() -> None:
     clock = Clock()
 
-    guessed, seconds = write(Speculation(SILENT, draft=Slow(1.0, clock)), clock)
+    drafted, seconds = write(Speculation(SILENT, draft=Slow(1.0, clock)), clock)
 
-    assert set(guessed[5:-1]) == {16}
+    assert set(drafted[5:-1]) == {16}
     assert seconds < STEP_S / 3  # 16 of 0.02 s and a step of 0.116 s for 17 tokens
 
 
@@ -256,10 +256,10 @@ def test_reading_a_long_prompt_is_not_charged_to_drafts() -> None:
     slow.unread = 20
     speculation = Speculation(SILENT, draft=slow)
 
-    guessed, _ = write(speculation, clock, 100)
+    drafted, _ = write(speculation, clock, 100)
 
-    assert guessed[:20] == [0] * 20
-    assert guessed[20] > 0
+    assert drafted[:20] == [0] * 20
+    assert drafted[20] > 0
     assert speculation.draft_stats.token_s == pytest.approx(DRAFT_S, rel=0.3)
 
 
@@ -269,7 +269,7 @@ class Echo:
     def __init__(self, confidence: int) -> None:
         self.confidence = confidence
         self._inner = Oracle(TEXT, 1.0).begin()
-        self.extend, self.guess = self._inner.extend, self._inner.guess
+        self.extend, self.draft = self._inner.extend, self._inner.draft
 
     def begin(self) -> "Echo":
         return Echo(self.confidence)
@@ -295,9 +295,9 @@ def test_a_model_is_queried_after_the_sure_drafter_was_wrong() -> None:
     slow = Slow(1.0, clock)
     wrong = Oracle(TEXT, 0.0)  # its drafts are as sure as all of an oracle
 
-    guessed, seconds = write(Speculation(wrong, draft=slow), clock)
+    drafted, seconds = write(Speculation(wrong, draft=slow), clock)
 
-    assert slow.looks > len(guessed) / 3
+    assert slow.looks > len(drafted) / 3
     assert seconds < STEP_S / 2
 
 
@@ -306,9 +306,9 @@ def test_a_model_is_preferred_to_an_unsure_free_drafter() -> None:
     slow = Slow(1.0, clock)
     speculation = Speculation(Echo(SURE - 1), draft=slow)
 
-    guessed, _ = write(speculation, clock)
+    drafted, _ = write(speculation, clock)
 
-    assert slow.looks == len(guessed)
+    assert slow.looks == len(drafted)
     assert not speculation.stats.is_known
 
 
@@ -317,9 +317,9 @@ def test_an_unsure_free_drafter_is_used_if_the_model_has_no_draft() -> None:
     slow = Slow(0.0, clock)
     speculation = Speculation(Echo(SURE - 1), draft=slow)
 
-    guessed, seconds = write(speculation, clock)
+    drafted, seconds = write(speculation, clock)
 
-    assert slow.looks < len(guessed)
+    assert slow.looks < len(drafted)
     assert speculation.stats.is_known
     assert seconds < STEP_S / 2
 
@@ -362,12 +362,12 @@ def test_steps_are_pipelined_and_each_accepted_one_is_replaced() -> None:
     speculator = far(Oracle(TEXT, 1.0), clock)
 
     steps = after(speculator, clock, TEXT[10:11], pick(10, room=999), depth=8)
-    guesses, ahead = steps[0], tuple(chain(*steps[1:]))
-    more = after(speculator, clock, TEXT[11:28], pick(11, guesses, 999, ahead=ahead), depth=8)
+    drafts, ahead = steps[0], tuple(chain(*steps[1:]))
+    more = after(speculator, clock, TEXT[11:28], pick(11, drafts, 999, ahead=ahead), depth=8)
 
     assert sizes(steps) == [16] + [17] * 7
     assert sizes(more) == [17]
-    assert (*guesses, *ahead, *more[0]) == tuple(TEXT[11 : 11 + 16 + 8 * 17])
+    assert (*drafts, *ahead, *more[0]) == tuple(TEXT[11 : 11 + 16 + 8 * 17])
 
 
 def test_all_steps_are_sent_again_after_a_rejection() -> None:
@@ -415,14 +415,14 @@ class Fickle(Echo):
     """Drafts something else from the second token on."""
 
     def begin(self) -> "Fickle":
-        guess, self.extend = self._inner.guess, self._inner.extend
+        draft, self.extend = self._inner.draft, self._inner.extend
         said: list[int] = []
 
         def change(most: int) -> tuple[int, ...]:
             said.append(most)
-            return tuple(token + len(said) - 1 for token in guess(most))
+            return tuple(token + len(said) - 1 for token in draft(most))
 
-        self.guess = change
+        self.draft = change
         return self
 
 
