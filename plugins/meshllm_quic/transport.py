@@ -16,7 +16,7 @@ from meshllm_quic.link.listener import QuicListener
 from meshllm_quic.net.address import RELAY_PORT, QuicAddress, parse
 from meshllm_quic.net.network import DatagramNetwork
 from meshllm_quic.net.udp import UdpNetwork
-from meshllm_quic.relay.berths import registered
+from meshllm_quic.relay.configured_relays import registered
 
 PORTS = range(7700, 7800)
 """Tried in turn when no address is given; the same numbers as the WebSocket transport, over UDP."""

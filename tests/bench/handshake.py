@@ -16,7 +16,7 @@ from time import perf_counter
 
 from meshllm.errors import NotAuthorised, PeerFault
 from meshllm.protocol.trust.handshake import HandshakeDialer, HandshakeListener, HandshakeState, Own
-from meshllm.protocol.trust.transcript import HAIL_BYTES, Fresh, Side, Transcript
+from meshllm.protocol.trust.transcript import HELLO_BYTES, Fresh, Side, Transcript
 from tests.bench.report import Report, parser_of
 from tests.builders.handshakes import (
     AS_JOINER,
@@ -84,9 +84,9 @@ class Recording:
         """Return the transcript before the message of this number, from 1."""
         transcript = Transcript(self._own.psk, self._fresh)
         transcript.add(self.messages[0])
-        transcript.agree(transcript.add(self.messages[1][:HAIL_BYTES]))
+        transcript.agree(transcript.add(self.messages[1][:HELLO_BYTES]))
         if due > 1:
-            transcript.unseal("listener", self.messages[1][HAIL_BYTES:])
+            transcript.unseal("listener", self.messages[1][HELLO_BYTES:])
         if due > 2:
             transcript.unseal("dialer", self.messages[2])
         return transcript
@@ -120,12 +120,12 @@ def by_insider(good: Recording, _: Recording, random: Random) -> tuple[Machine, 
     due = random.randrange(1, 4)
     side: Side = "dialer" if due == 2 else "listener"
     key = GUEST if due == 2 else HOST
-    hail = HAIL_BYTES if due == 1 else 0
-    opened = good.heard(due).unseal(side, good.messages[due][hail:])
+    hello = HELLO_BYTES if due == 1 else 0
+    opened = good.heard(due).unseal(side, good.messages[due][hello:])
     changed, writer = change(opened, FOUNDED.encode() + MEMBER.encode(), random), good.heard(due)
     is_signed = due < 3 and random.random() < 0.5
     sealed = writer.identify(side, key, changed[96:]) if is_signed else writer.seal(side, changed)
-    return good.before(due), good.messages[due][:hail] + sealed
+    return good.before(due), good.messages[due][:hello] + sealed
 
 
 def outcome(machine: Machine, message: bytes) -> str:

@@ -71,7 +71,7 @@ class Talk:
         self.digest = sha256(self.digest + message).digest()
         return message
 
-    def hail(self, side: str) -> bytes:
+    def hello(self, side: str) -> bytes:
         return bytes([VERSION]) + self.points[side] + NONCES[side]
 
     def key(self, label: str) -> bytes:
@@ -94,7 +94,7 @@ def agreement_key(side: str) -> bytes:
 def introduction(psk: bytes, said: Talk) -> bytes:
     """Return who dials, sealed to the listener."""
     start = sha256(b"meshllm handshake 1" + psk).digest()
-    digest = sha256(start + said.hail("dialer") + public("listener")).digest()
+    digest = sha256(start + said.hello("dialer") + public("listener")).digest()
     ephemeral = X25519PrivateKey.from_private_bytes(EPHEMERALS["dialer"])
     other = X25519PublicKey.from_public_bytes(agreement_key("listener"))
     key = hkdf(ephemeral.exchange(other) + psk, digest, "meshllm introducing dialer 1")
@@ -108,10 +108,10 @@ def talk(proof: str, *, refused: bool = False) -> dict[str, Any]:
     """Return the messages of one handshake; the dialer sends a credential or a ticket proof."""
     psk = mesh() if proof == "credential" else hmac.digest(SECRET, PSK_LABEL, "sha256")
     said = Talk(psk)
-    shown = said.hail("dialer") + (introduction(psk, said) if proof == "credential" else b"")
+    shown = said.hello("dialer") + (introduction(psk, said) if proof == "credential" else b"")
     mac = hmac.digest(psk, b"meshllm dialer hail 1" + shown, "sha256")
     first = said.say(shown + mac)
-    second = said.say(said.hail("listener")) + said.identify("listener", CAPABLE)
+    second = said.say(said.hello("listener")) + said.identify("listener", CAPABLE)
 
     claim = bytes([PURPOSE]) + INSTANCES["dialer"].to_bytes(8, "little") + CAPABLE
     if proof == "ticket":

@@ -13,7 +13,7 @@ from meshllm.model.split.received_rows import ReceivedRows
 from meshllm.model.split.session_cache import SentRows, SessionCache
 from meshllm.model.split.shard import Shard
 from meshllm.model.steps.execution import Execution, Strategy
-from meshllm.model.steps.strategies import ReplayedSteps, Trial, choose_steps
+from meshllm.model.steps.strategies import ReplayedSteps, StepTrial, choose_steps
 from meshllm.model.steps.trial import try_steps
 from meshllm.names import Span
 
@@ -25,7 +25,7 @@ class Runner:
         self,
         shard: Shard,
         counts: Sequence[int] = (),
-        trial: Trial | None = None,
+        trial: StepTrial | None = None,
         whole: nn.Module | None = None,
         warned: set[str] | None = None,
     ) -> None:

@@ -111,7 +111,7 @@ class Steps(Protocol):
         ...
 
 
-Trial = Callable[[Shard, Steps, int], str]
+StepTrial = Callable[[Shard, Steps, int], str]
 """Returns why steps of a shard, with at most so many rows, cannot be used; or ""."""
 
 
@@ -171,7 +171,7 @@ class InvariantSteps:
         self.counts, self.shard = counts, shard
         self.most_recomputed = MOST_ROWS
         """Rows of a session in one pass, at most, when they are computed again."""
-        self.untried: Trial | None = None
+        self.untried: StepTrial | None = None
         """Tries `RECOMPUTED_ROWS` in the warm-up; None if they were tried, or cannot be used."""
         self.attention = AttentionSwitch(shard)
         self._stock = StockSteps(shard)
@@ -210,7 +210,7 @@ class InvariantSteps:
             trial, self.untried = self.untried, None
             self.try_recompute(trial)
 
-    def try_recompute(self, trial: Trial) -> None:
+    def try_recompute(self, trial: StepTrial) -> None:
         """Recompute `RECOMPUTED_ROWS` at a time, if they are like those of steps."""
         tried = copy(self)  # in pauses, steps run with the counts that were tried before
         tried.counts = self.counts | {MOST_ROWS, RECOMPUTED_ROWS}
@@ -388,7 +388,7 @@ class NotInvariant(Exception):
 def choose_steps(
     shard: Shard,
     counts: Sequence[int],
-    trial: Trial,
+    trial: StepTrial,
     whole: nn.Module | None,
     warned: set[str],
 ) -> tuple[Steps, Execution]:
@@ -466,7 +466,7 @@ def _execution(
     return Execution(strategy, linears, attention, reason, threads, is_fallback)
 
 
-def _try(shard: Shard, steps: GraphSteps | InvariantSteps, trial: Trial, rows: int) -> None:
+def _try(shard: Shard, steps: GraphSteps | InvariantSteps, trial: StepTrial, rows: int) -> None:
     """Try steps of some rows; raise `NotInvariant` if they fail."""
     reason = "not tried"
     try:
@@ -478,7 +478,7 @@ def _try(shard: Shard, steps: GraphSteps | InvariantSteps, trial: Trial, rows: i
         raise NotInvariant(reason)
 
 
-def _on_gpu(shard: Shard, trial: Trial) -> tuple[Steps, Execution]:
+def _on_gpu(shard: Shard, trial: StepTrial) -> tuple[Steps, Execution]:
     if reason := graph_obstacle(shard.new_cache()):
         raise NotInvariant(reason)
     steps = GraphSteps(shard)
@@ -486,7 +486,9 @@ def _on_gpu(shard: Shard, trial: Trial) -> tuple[Steps, Execution]:
     return steps, _execution(shard, Strategy.GRAPH, "own")
 
 
-def _on_cpu(shard: Shard, whole: nn.Module, counts: frozenset[int], trial: Trial) -> InvariantSteps:
+def _on_cpu(
+    shard: Shard, whole: nn.Module, counts: frozenset[int], trial: StepTrial
+) -> InvariantSteps:
     if reason := exchange_modules(shard.model, shard.device, whole=whole):
         raise NotInvariant(reason)
     steps = InvariantSteps(shard, counts | {TRIED})

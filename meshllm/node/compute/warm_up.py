@@ -4,7 +4,7 @@ The first steps of each number of rows take up to three times as long, since the
 tried. So a rank runs them with dummy rows, one at a time, each after a second without other
 computation: a request waits for at most one of them on each rank. Other programs of the machine
 cannot be seen waiting, so the steps of all rings together take a minute of the machine, and then a
-second of one core per minute, see `Allowance`.
+second of one core per minute, see `WarmUpBudget`.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import torch
 
 from meshllm.model.split.anatomy import PROBE_ERRORS
 from meshllm.model.steps.runner import Runner
-from meshllm.node.compute.allowance import Allowance
+from meshllm.node.compute.warm_up_budget import WarmUpBudget
 from meshllm.node.compute.worker import Worker
 from meshllm.node.supervisor import contained
 
@@ -45,20 +45,20 @@ class WarmUp:
 
 
 async def _warm_up(worker: Worker, runner: Runner) -> None:
-    steps, allowance, is_done = runner.warm_up_steps(), worker.allowance, False
+    steps, budget, is_done = runner.warm_up_steps(), worker.warm_up_budget, False
     try:
         while not is_done:
-            await asyncio.sleep(allowance.wait_s(time.monotonic()))
-            is_done = await worker.run_when_idle(QUIET_S, _step, steps, allowance)
+            await asyncio.sleep(budget.wait_s(time.monotonic()))
+            is_done = await worker.run_when_idle(QUIET_S, _step, steps, budget)
     except (MemoryError, *PROBE_ERRORS) as error:  # recorded on first use, or never
         logger.warning("warm-up ended: %s: %s", type(error).__name__, error)
         logger.debug("traceback of the warm-up", exc_info=error)
 
 
-def _step(steps: Iterator[None], allowance: Allowance) -> bool:
+def _step(steps: Iterator[None], budget: WarmUpBudget) -> bool:
     """Run the next step, and count it even if it was given up; return whether none is left."""
     begin = time.thread_time()
     is_done = next(steps, steps) is steps
     core_s = (time.thread_time() - begin) * torch.get_num_threads()
-    allowance.spend(core_s, time.monotonic())
+    budget.spend(core_s, time.monotonic())
     return is_done

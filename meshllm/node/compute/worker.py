@@ -30,7 +30,7 @@ from meshllm.model.kernels.jit import jit_available
 from meshllm.model.pauses import pausing
 from meshllm.model.shape import reclaim
 from meshllm.model.split.onemkl import warm_up_onemkl
-from meshllm.node.compute.allowance import Allowance
+from meshllm.node.compute.warm_up_budget import WarmUpBudget
 from meshllm.node.timer import loop_time
 from meshllm.protocol.ring.hang import HangLimits
 
@@ -81,7 +81,7 @@ class Worker:
     def __init__(self, executor: Executor, cores: int = 1) -> None:
         self.cores = cores
         """Threads that torch uses at most, unless a number is configured."""
-        self.allowance = Allowance(cores)
+        self.warm_up_budget = WarmUpBudget(cores)
         """Of the warm-ups of all rings."""
         self._executor = executor
         self._steps = deque[_Step]()

@@ -211,7 +211,7 @@ async def secure_dial(
         try:
             return await _dial(link, dialer)
         except LinkLost as lost:
-            if dialer.state is not HandshakeState.HAILED:
+            if dialer.state is not HandshakeState.HELLO_SENT:
                 raise
             raise HandshakeClosed(
                 "The peer closed the connection during the handshake",

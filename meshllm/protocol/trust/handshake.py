@@ -11,7 +11,7 @@ The dialer sends first; after the fourth message both sides hold the session key
     3  D > L   {node, signature, purpose, instance, capabilities, proof of a ticket}
     4  L > D   {refusal} or {welcome: instance, credential, and a new one for a ticket}
 
-    Dialer    START -start-> HAILED -2-> PROVEN -4-> OPEN
+    Dialer    START -start-> HELLO_SENT -2-> PROVEN -4-> OPEN
     Listener  START -1-> ANSWERED -3-> JUDGING -admit-> OPEN
               any state but OPEN -fault, refusal or unexpected message-> GONE
 
@@ -64,7 +64,7 @@ from meshllm.protocol.session.messages import PROTOCOL_MINOR
 from meshllm.protocol.trust.credential import Credential, Removals, Role, check, refuse_removed
 from meshllm.protocol.trust.identity import NodeKey
 from meshllm.protocol.trust.ticket import Ticket, TicketProof
-from meshllm.protocol.trust.transcript import HAIL_BYTES, Fresh, Keys, Transcript
+from meshllm.protocol.trust.transcript import HELLO_BYTES, Fresh, Keys, Transcript
 
 PRE_AUTH_BYTES = 64 * 1024  # received by one side; an honest handshake takes less than 8 KiB
 FIRST_S = 2.0  # until the first message, which a dialer sends at once
@@ -109,7 +109,7 @@ class HandshakeState(Enum):
     """The progress of a handshake."""
 
     START = auto()
-    HAILED = auto()
+    HELLO_SENT = auto()
     PROVEN = auto()
     ANSWERED = auto()
     JUDGING = auto()
@@ -120,7 +120,7 @@ class HandshakeState(Enum):
 _NEXT = {  # transition on a message; in START only a listener receives one
     HandshakeState.START: HandshakeState.ANSWERED,
     HandshakeState.ANSWERED: HandshakeState.JUDGING,
-    HandshakeState.HAILED: HandshakeState.PROVEN,
+    HandshakeState.HELLO_SENT: HandshakeState.PROVEN,
     HandshakeState.PROVEN: HandshakeState.OPEN,
 }
 _ENDS = {HandshakeState.OPEN, HandshakeState.GONE}
@@ -220,7 +220,7 @@ class HandshakeDialer:
         """
         self.state = HandshakeState.GONE
         refuse_removed(self._expect, self._removals)
-        self.state = HandshakeState.HAILED
+        self.state = HandshakeState.HELLO_SENT
         own, introduction = self._own, b""
         if isinstance(own.proof, Credential):
             shown = own.proof.encode()
@@ -241,16 +241,15 @@ class HandshakeDialer:
         self._received = _count(self._received, message)
         if state is HandshakeState.START:
             raise PeerFault(f"Message of {len(message)} bytes before the dialer started")
-        action = (
-            self._identify(message) if state is HandshakeState.HAILED else self._complete(message)
-        )
+        read = self._identify if state is HandshakeState.HELLO_SENT else self._complete
+        action = read(message)
         self.state = _NEXT[state]
         return [action]
 
     def _identify(self, message: bytes) -> SendHandshake:
         transcript = self._transcript
-        transcript.agree(transcript.add(message[:HAIL_BYTES]))
-        self._peer, payload = transcript.recognise("listener", message[HAIL_BYTES:])
+        transcript.agree(transcript.add(message[:HELLO_BYTES]))
+        self._peer, payload = transcript.recognise("listener", message[HELLO_BYTES:])
         if len(payload) < _CAPABLE.size:
             raise PeerFault(f"Capabilities of {len(payload)} bytes; expected {_CAPABLE.size}")
         self._features = Features(_CAPABLE.unpack_from(payload)[1])
@@ -396,12 +395,12 @@ class HandshakeListener:
         transcript = self._transcript
         is_quiet = bool(self._removals)
         is_member = transcript.check_first(message, self._guests, is_quiet=is_quiet)
-        transcript.agree(message[:HAIL_BYTES])
+        transcript.agree(message[:HELLO_BYTES])
         if is_member:
             self._member = self._introduced(message)
-        hail = transcript.add(transcript.hail)
+        hello = transcript.add(transcript.hello)
         payload = _CAPABLE.pack(PROTOCOL_MINOR, self._own.features)
-        return SendHandshake(hail + transcript.identify("listener", self._own.key, payload))
+        return SendHandshake(hello + transcript.identify("listener", self._own.key, payload))
 
     def _introduced(self, message: bytes) -> tuple[NodeId, Credential]:
         """Return who dials, a member; a refusal here sends nothing."""

@@ -28,14 +28,14 @@ CHANNELS = 2  # per link; each direction of each has its own key
 
 Side = Literal["dialer", "listener"]
 
-_HAIL = Struct("<B 32s 16s")  # version, X25519 key, nonce
+_HELLO = Struct("<B 32s 16s")  # version, X25519 key, nonce
 _IDENTITY = Struct("<32s 64s")  # node, signature
 _MAC_BYTES = 32
 _ONCE = bytes(12)  # nonce of a single-use key
 _INTRODUCTION = "introducing dialer"  # the label of its keys and signatures
 
-HAIL_BYTES = _HAIL.size
-FIRST_BYTES = HAIL_BYTES + _MAC_BYTES
+HELLO_BYTES = _HELLO.size
+FIRST_BYTES = HELLO_BYTES + _MAC_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,29 +75,29 @@ class Transcript:
         self.digest = _first_digest(psk)
         """Hash of every byte sent so far by either side."""
         self._psk = psk
-        self._secret = b""  # until both hails are known
+        self._secret = b""  # until both hellos are known
         self._private = X25519PrivateKey.from_private_bytes(fresh.ephemeral)
         public = self._private.public_key().public_bytes_raw()
-        self.hail = _HAIL.pack(VERSION, public, fresh.nonce)
+        self.hello = _HELLO.pack(VERSION, public, fresh.nonce)
 
     def first(self, introduction: bytes = b"") -> bytes:
-        """Return the first message: hail, introduction of a member, MAC under the PSK."""
-        shown = self.hail + introduction
+        """Return the first message: hello, introduction of a member, MAC under the PSK."""
+        shown = self.hello + introduction
         return self.add(shown + _mac(self._psk, shown))
 
     def introduce(self, key: NodeKey, to: NodeId, payload: bytes) -> bytes:
         """Return the introduction of the node with this key, which only node ``to`` can read."""
         shared = _shared(self._private.exchange, agreement_key(to))
-        digest = _bound(self._psk, self.hail, to)
+        digest = _bound(self._psk, self.hello, to)
         signature = key.sign(_signed(_INTRODUCTION, digest, key.node, payload))
         opened = _IDENTITY.pack(key.node, signature) + payload
         return AESGCM(_introducing(shared + self._psk, digest)).encrypt(_ONCE, opened, None)
 
     def introduced(self, first: bytes, key: NodeKey) -> tuple[NodeId, bytes]:
         """Verify the introduction in a first message; return the dialer and its payload."""
-        hail, sealed = first[:HAIL_BYTES], first[HAIL_BYTES:-_MAC_BYTES]
-        public = X25519PublicKey.from_public_bytes(_HAIL.unpack(hail)[1])
-        digest = _bound(self._psk, hail, key.node)
+        hello, sealed = first[:HELLO_BYTES], first[HELLO_BYTES:-_MAC_BYTES]
+        public = X25519PublicKey.from_public_bytes(_HELLO.unpack(hello)[1])
+        digest = _bound(self._psk, hello, key.node)
         secret = _shared(key.agree, public) + self._psk
         opened = _open(_introducing(secret, digest), "dialer", sealed)
         return _recognise(_INTRODUCTION, digest, opened)
@@ -119,8 +119,8 @@ class Transcript:
             NotAuthorised: its MAC matches neither our own key nor any of ``others``.
         """
         # In every version the MAC comes last and covers everything before it.
-        hail, mac = message[:-_MAC_BYTES], message[-_MAC_BYTES:]
-        keys = (psk for psk in chain((self._psk,), others) if _fits(psk, hail, mac))
+        hello, mac = message[:-_MAC_BYTES], message[-_MAC_BYTES:]
+        keys = (psk for psk in chain((self._psk,), others) if _fits(psk, hello, mac))
         psk = next(keys, None)
         is_member = psk == self._psk
         _check_version(message, is_known=psk is not None and not (is_member and is_quiet))
@@ -137,12 +137,12 @@ class Transcript:
         self.digest = sha256(self.digest + message).digest()
         return message
 
-    def agree(self, hail: bytes) -> None:
-        """Derive the X25519 secret; raise `PeerFault` for a short ``hail`` or low-order key."""
-        _check_version(hail)
-        if len(hail) < HAIL_BYTES:
-            raise PeerFault(f"Hail of {len(hail)} bytes; expected {HAIL_BYTES}")
-        _, public, _ = _HAIL.unpack(hail)
+    def agree(self, hello: bytes) -> None:
+        """Derive the X25519 secret; raise `PeerFault` for a short ``hello`` or low-order key."""
+        _check_version(hello)
+        if len(hello) < HELLO_BYTES:
+            raise PeerFault(f"Hello of {len(hello)} bytes; expected {HELLO_BYTES}")
+        _, public, _ = _HELLO.unpack(hello)
         shared = _shared(self._private.exchange, X25519PublicKey.from_public_bytes(public))
         self._secret = shared + self._psk
 
@@ -182,17 +182,17 @@ def _first_digest(psk: bytes) -> bytes:
     return sha256(b"meshllm handshake 1" + psk).digest()
 
 
-def _mac(psk: bytes, hail: bytes) -> bytes:
-    return hmac.digest(psk, b"meshllm dialer hail 1" + hail, "sha256")
+def _mac(psk: bytes, hello: bytes) -> bytes:
+    return hmac.digest(psk, b"meshllm dialer hail 1" + hello, "sha256")
 
 
-def _fits(psk: bytes, hail: bytes, mac: bytes) -> bool:
-    return hmac.compare_digest(_mac(psk, hail), mac)
+def _fits(psk: bytes, hello: bytes, mac: bytes) -> bool:
+    return hmac.compare_digest(_mac(psk, hello), mac)
 
 
-def _bound(psk: bytes, hail: bytes, to: NodeId) -> bytes:
+def _bound(psk: bytes, hello: bytes, to: NodeId) -> bytes:
     """Return the hash to which the introduction of a dialer is bound."""
-    return sha256(_first_digest(psk) + hail + to).digest()
+    return sha256(_first_digest(psk) + hello + to).digest()
 
 
 def _introducing(secret: bytes, digest: bytes) -> bytes:
@@ -203,7 +203,7 @@ def _shared(exchange: Callable[[X25519PublicKey], bytes], public: X25519PublicKe
     try:
         return exchange(public)
     except ValueError:  # low-order point: the shared secret is all zeros (RFC 7748, 6.1)
-        raise PeerFault("Hail with a low-order X25519 key") from None
+        raise PeerFault("Hello with a low-order X25519 key") from None
 
 
 def _open(key: bytes, side: Side, message: bytes) -> bytes:

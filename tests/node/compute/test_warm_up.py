@@ -18,8 +18,8 @@ from meshllm.model.files.source import Source
 from meshllm.model.kernels import jit
 from meshllm.model.steps.runner import Runner
 from meshllm.node.compute import warm_up
-from meshllm.node.compute.allowance import SAVED_S, Allowance
 from meshllm.node.compute.warm_up import WarmUp
+from meshllm.node.compute.warm_up_budget import SAVED_S, WarmUpBudget
 from meshllm.node.compute.worker import REST_S, Worker, compute_thread
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.local_ring import RingOptions, open_local_ring
@@ -73,7 +73,7 @@ async def test_all_runners_run_all_of_their_steps() -> None:
     assert [each.done for each in runners] == [3, 0, 5]
 
 
-class NotedAllowance(Allowance):
+class NotedWarmUpBudget(WarmUpBudget):
     """Notes how long each step has to wait, and lets it run at once."""
 
     def __init__(self) -> None:
@@ -92,14 +92,14 @@ async def test_a_ring_that_forms_later_has_no_minute_of_its_own(
     clock = SimpleNamespace(monotonic=lambda: 0.0, thread_time=lambda: float(next(used)))
     monkeypatch.setattr(warm_up, "time", clock)
     async with begin(FakeRunner(1)) as (first, worker):
-        worker.allowance = allowance = NotedAllowance()
-        allowance.spend(SAVED_S - 2, 0.0)
+        worker.warm_up_budget = budget = NotedWarmUpBudget()
+        budget.spend(SAVED_S - 2, 0.0)
         await first.run()
         later = FakeRunner(2)
         await WarmUp([(worker, cast("Runner", later))], asyncio.Event()).run()
 
     # Of the first ring two, as the end is found by one more; then each took a core-second.
-    assert allowance.waits == pytest.approx([0, 0, 0, 60, 120])
+    assert budget.waits == pytest.approx([0, 0, 0, 60, 120])
     assert later.done == 2
 
 
@@ -115,7 +115,7 @@ async def test_a_step_counts_that_is_running_when_the_warm_up_is_cancelled(
             yield
 
     async with begin(Slow(1)) as (whole, worker):
-        monkeypatch.setattr(worker.allowance, "spend", lambda core_s, _: spent.append(core_s))
+        monkeypatch.setattr(worker.warm_up_budget, "spend", lambda core_s, _: spent.append(core_s))
         task = asyncio.create_task(whole.run())
         await asyncio.to_thread(begun.wait)
         task.cancel()
@@ -158,7 +158,7 @@ def test_no_step_runs_between_jobs_that_follow_one_another() -> None:
     assert runner.done == 3
 
 
-class PacedAllowance(Allowance):
+class PacedWarmUpBudget(WarmUpBudget):
     """Lets a step run every 10 ms: in virtual time it takes none."""
 
     def wait_s(self, now: float) -> float:
@@ -170,7 +170,7 @@ def test_a_request_waits_for_one_step_at_most() -> None:
 
     async def story() -> None:
         async with begin(runner) as (whole, worker):
-            worker.allowance = PacedAllowance(1)
+            worker.warm_up_budget = PacedWarmUpBudget(1)
             task = asyncio.create_task(whole.run())
             await asyncio.sleep(4 * QUIET_S)
             begun = runner.done

@@ -37,7 +37,7 @@ from meshllm.protocol.trust.handshake import (
 from meshllm.protocol.trust.identity import NodeKey
 from meshllm.protocol.trust.ticket import TicketProof, guest_psk
 from meshllm.protocol.trust.transcript import (
-    HAIL_BYTES,
+    HELLO_BYTES,
     VERSION,
     OtherVersion,
     Transcript,
@@ -253,7 +253,7 @@ def test_a_dialer_sends_nothing_more_to_an_unexpected_node() -> None:
     dialer = make_dialer(expect=OTHER.node)
     transcript = host(dialer)
 
-    second = transcript.hail + transcript.identify("listener", HOST, vectors.CAPABLE)
+    second = transcript.hello + transcript.identify("listener", HOST, vectors.CAPABLE)
 
     assert "answered instead of" in expect_end(dialer, second, NotAuthorised)
 
@@ -289,7 +289,7 @@ EXPIRED = issue(HOST, FOUNDED, OTHER.node, Role.NODE, NOW)
 def test_a_dialer_refuses_an_invalid_listener(shown: Credential, words: str) -> None:
     dialer = make_dialer(expect=OTHER.node)
     transcript = host(dialer, OTHER)
-    second = transcript.hail + transcript.identify("listener", OTHER, vectors.CAPABLE)
+    second = transcript.hello + transcript.identify("listener", OTHER, vectors.CAPABLE)
     transcript.recognise("dialer", said(dialer.receive(second)))
     welcome = b"\1" + bytes(8) + len(shown.encode()).to_bytes(2, "little") + b"\0\0"
 
@@ -332,7 +332,7 @@ def test_the_credential_of_another_is_of_no_use_to_who_knows_the_mesh() -> None:
     transcript = Transcript(MESH, FRESH_DIALER)
     shown = len(MEMBER.encode()).to_bytes(2, "little") + MEMBER.encode()
     forged = transcript.introduce(OTHER, HOST.node, shown)
-    recorded = said(make_dialer(fresh=OTHER_FRESH).start())[HAIL_BYTES:-32]
+    recorded = said(make_dialer(fresh=OTHER_FRESH).start())[HELLO_BYTES:-32]
 
     for introduction, error in ((forged, NotAuthorised), (recorded, PeerFault), (b"", PeerFault)):
         first = Transcript(MESH, FRESH_DIALER).first(introduction)
@@ -485,10 +485,10 @@ def test_the_last_message_of_another_handshake_is_refused() -> None:
 def test_a_low_order_point_is_refused(point: bytes) -> None:
     dialer, forger = make_dialer(), Transcript(MESH, OTHER_FRESH)
     dialer.start()
-    forger.hail = forger.hail[:1] + point + forger.hail[33:]
+    forger.hello = forger.hello[:1] + point + forger.hello[33:]
 
     assert "low-order" in expect_end(make_listener(), forger.first(), PeerFault)
-    assert "low-order" in expect_end(dialer, forger.hail + bytes(112), PeerFault)
+    assert "low-order" in expect_end(dialer, forger.hello + bytes(112), PeerFault)
 
 
 def insider(own: Own = AS_MEMBER) -> tuple[HandshakeListener, Transcript]:
@@ -497,8 +497,8 @@ def insider(own: Own = AS_MEMBER) -> tuple[HandshakeListener, Transcript]:
     first = said(make_dialer(own).start())
     transcript.add(first)
     second = said(listener.receive(first))
-    transcript.agree(transcript.add(second[:HAIL_BYTES]))
-    transcript.recognise("listener", second[HAIL_BYTES:])
+    transcript.agree(transcript.add(second[:HELLO_BYTES]))
+    transcript.recognise("listener", second[HELLO_BYTES:])
     return listener, transcript
 
 
@@ -575,10 +575,10 @@ def host(dialer: HandshakeDialer, key: NodeKey = HOST) -> Transcript:
     """Return the transcript of a listener that knows the mesh, after the first message."""
     transcript, first = Transcript(MESH, FRESH_LISTENER), said(dialer.start())
     transcript.check_first(first)
-    transcript.agree(first[:HAIL_BYTES])
+    transcript.agree(first[:HELLO_BYTES])
     if key is not HOST:
         assert transcript.introduced(first, key)[0] == GUEST.node
-    transcript.add(transcript.hail)
+    transcript.add(transcript.hello)
     return transcript
 
 
@@ -586,7 +586,7 @@ def test_a_listener_without_capabilities_is_refused() -> None:
     dialer = make_dialer()
     transcript = host(dialer)
 
-    second = transcript.hail + transcript.identify("listener", HOST, b"more")
+    second = transcript.hello + transcript.identify("listener", HOST, b"more")
 
     assert "Capabilities of 4 bytes" in expect_end(dialer, second, PeerFault)
 
@@ -594,7 +594,7 @@ def test_a_listener_without_capabilities_is_refused() -> None:
 def test_appended_fields_are_ignored_in_every_message() -> None:
     dialer = make_dialer()
     transcript = host(dialer)
-    second = transcript.hail + transcript.identify("listener", HOST, b"\5" + bytes(8) + b"later")
+    second = transcript.hello + transcript.identify("listener", HOST, b"\5" + bytes(8) + b"later")
     _, claim = transcript.recognise("dialer", said(dialer.receive(second)))
     shown = FOUNDED.encode()
     welcome = b"\1" + bytes(8) + len(shown).to_bytes(2, "little") + b"\0\0" + shown + b"later"
@@ -619,7 +619,7 @@ def test_each_side_learns_the_features_of_the_other() -> None:
 
 
 def test_our_version_is_sent_to_members_and_not_to_strangers() -> None:
-    later = bytes([VERSION + 1]) + said(make_dialer().start())[1:HAIL_BYTES] + b"more"
+    later = bytes([VERSION + 1]) + said(make_dialer().start())[1:HELLO_BYTES] + b"more"
     mac = hmac.digest(MESH, b"meshllm dialer hail 1" + later, "sha256")
 
     with pytest.raises(OtherVersion) as known_one:
@@ -657,7 +657,7 @@ def test_there_is_one_major_version() -> None:
 def test_a_malformed_welcome_is_refused(answer: bytes, words: str) -> None:
     dialer = make_dialer()
     transcript = host(dialer)
-    second = transcript.hail + transcript.identify("listener", HOST, vectors.CAPABLE)
+    second = transcript.hello + transcript.identify("listener", HOST, vectors.CAPABLE)
     transcript.recognise("dialer", said(dialer.receive(second)))
 
     assert words in expect_end(dialer, transcript.seal("listener", answer), PeerFault)

@@ -7,7 +7,7 @@ import pytest
 from meshllm.errors import MeshError, NotAuthorised, PeerFault
 from meshllm.names import MeshId
 from meshllm.protocol.trust.identity import NodeKey
-from meshllm.protocol.trust.transcript import FIRST_BYTES, HAIL_BYTES, VERSION, Fresh, Transcript
+from meshllm.protocol.trust.transcript import FIRST_BYTES, HELLO_BYTES, VERSION, Fresh, Transcript
 
 MESH = MeshId(bytes(range(16)))
 KEY = NodeKey(bytes(32))
@@ -15,12 +15,12 @@ ONE, OTHER = Fresh(bytes([1]) * 32, bytes(16)), Fresh(bytes([2]) * 32, bytes(16)
 
 
 def agreed() -> tuple[Transcript, Transcript]:
-    """Return both sides after both hails."""
+    """Return both sides after both hellos."""
     dialer, listener = Transcript(MESH, ONE), Transcript(MESH, OTHER)
     first = dialer.first()
     listener.check_first(first)
-    dialer.agree(dialer.add(listener.add(listener.hail)))
-    listener.agree(first[:HAIL_BYTES])
+    dialer.agree(dialer.add(listener.add(listener.hello)))
+    listener.agree(first[:HELLO_BYTES])
     return dialer, listener
 
 
@@ -96,6 +96,6 @@ def test_a_hail_with_a_low_order_key_is_refused() -> None:
     transcript = Transcript(MESH, ONE)
 
     with pytest.raises(PeerFault, match="low-order"):
-        transcript.agree(bytes([VERSION]) + bytes(HAIL_BYTES - 1))
-    with pytest.raises(PeerFault, match="Hail of 1 bytes"):
+        transcript.agree(bytes([VERSION]) + bytes(HELLO_BYTES - 1))
+    with pytest.raises(PeerFault, match="Hello of 1 bytes"):
         transcript.agree(bytes([VERSION]))

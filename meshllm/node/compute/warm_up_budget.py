@@ -8,7 +8,7 @@ SAVED_S = 60.0
 """Seconds of all cores: the budget at the start, and the most that is saved up."""
 
 
-class Allowance:
+class WarmUpBudget:
     """Limits the rate of warm-up steps; a ring that forms later gets no budget of its own.
 
     ``now`` is seconds on one clock. Used by the event loop and the compute thread.

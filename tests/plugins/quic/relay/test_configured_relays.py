@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 
 from meshllm_quic.net.network import DatagramNetwork
-from meshllm_quic.relay import berths
-from meshllm_quic.relay.berths import READY_S, SEEK_S
+from meshllm_quic.relay import configured_relays
+from meshllm_quic.relay.configured_relays import READY_S, SEEK_S
 from meshllm_quic.relay.registration import REFRESH_S
 from meshllm_quic.relay.relays import RelayUsage
 from meshllm_quic.transport import QuicTransport
@@ -166,7 +166,7 @@ async def test_a_silent_relay_delays_a_listener_only_briefly(
         assert took == pytest.approx(READY_S)
 
     assert "no answer yet from quic://relay.example:8790" in caplog.text
-    assert berths.logger.name == "meshllm_quic.relay.berths"
+    assert configured_relays.logger.name == "meshllm_quic.relay.configured_relays"
 
 
 @virtual
