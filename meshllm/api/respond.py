@@ -184,9 +184,7 @@ async def within(
     async with aclosing(items):
         try:
             while True:
-                async with asyncio.timeout_at(end):  # `wait_for` of 3.11 may lose a cancellation
-                    item = await anext(items)
-                yield item
+                yield await _next_until(end, items)
         except StopAsyncIteration:
             return
         except TimeoutError:
@@ -194,6 +192,17 @@ async def within(
                 f"The answer was not complete within {limit_s:g} s, the deadline of {whose}",
                 hint="ask for a shorter answer, or with a later deadline",
             ) from None
+
+
+async def _next_until(end: float, items: AsyncGenerator[T, None]) -> T:
+    """Return the next item; raise `TimeoutError` at the time ``end``, also if it is there by then.
+
+    `asyncio.wait_for` of Python 3.11 may lose a cancellation.
+    """
+    if asyncio.get_running_loop().time() >= end:
+        raise TimeoutError
+    async with asyncio.timeout_at(end):
+        return await anext(items)
 
 
 async def begun_within(
@@ -208,8 +217,7 @@ async def begun_within(
     async with aclosing(items):
         try:
             while not has_begun:
-                async with asyncio.timeout_at(end):
-                    item = await anext(items)
+                item = await _next_until(end, items)
                 has_begun = is_begun(item)
                 yield item
         except StopAsyncIteration:

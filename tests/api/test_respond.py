@@ -19,7 +19,7 @@ from meshllm.api.respond import (
     while_connected,
     within,
 )
-from meshllm.errors import Busy, MeshError, UserError
+from meshllm.errors import Busy, MeshError, TimedOut, UserError
 from meshllm.node.requests import held_bytes
 from meshllm.testing.clock import run_virtual
 from tests.builders.waiting import timers_fired
@@ -314,6 +314,28 @@ async def test_a_client_that_leaves_just_when_an_item_comes_ends_its_answer(
 
     assert answering.cancelled()
     assert closed.is_set()
+
+
+@pytest.mark.parametrize("timed", TIMED, ids=["deadline", "first token"])
+def test_items_that_wait_for_a_slow_reader_are_late_after_the_deadline(timed: Timed) -> None:
+    async def items() -> AsyncGenerator[int, None]:
+        for number in range(9):
+            yield number  # at once
+
+    async def story() -> None:
+        read = list[int]()
+
+        async def read_slowly() -> None:
+            async with aclosing(timed(items())) as events:
+                async for each in events:
+                    read.append(each)
+                    await asyncio.sleep(1800)
+
+        with pytest.raises(TimedOut):
+            await read_slowly()
+        assert read == [0, 1]
+
+    run_virtual(story())
 
 
 class Arriving:

@@ -133,7 +133,7 @@ class _ChatSocket:
     async def _read(self, group: asyncio.TaskGroup) -> None:
         while True:
             try:
-                async with awake_timeout(self.quiet_since + IDLE_S - _now()):
+                async with awake_timeout(max(0.0, self.quiet_since + IDLE_S - _now())):
                     message = await self.socket.receive()
             except TimeoutError:
                 if self.answers:

@@ -53,19 +53,19 @@ _LISTS = (
     *("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_blocks"),
     *("decoder_layers", "encoder_layers", "num_decoder_layers", "num_encoder_layers"),
     *("first_k_dense_replace", "num_layers_per_stack", "num_mtp_layers"),
-    *("num_attention_heads", "num_labels"),
+    *("num_attention_heads", "num_labels", "n_mamba_heads"),
 )
-_ROUNDS = (
-    *("altup_num_inputs", "hc_sinkhorn_iters", "heads_per_ngram", "ngram_size"),
-    *("pretraining_tp", "n_mamba_heads"),
-)
+_ROUNDS = (*("altup_num_inputs", "hc_sinkhorn_iters", "pretraining_tp"),)
 COUNTS = {
     **dict.fromkeys(_LISTS, MAX_COUNT),
     **dict.fromkeys(_ROUNDS, MAX_ROUNDS),
-    "ngram_vocab_size_base": 1 << 32,
+    "heads_per_ngram": 8,
+    "ngram_size": 4,
+    "ngram_vocab_size_base": 1 << 28,
+    "ple_layer_ids": 128,
 }
 """Fields of configs that transformers counts up to in Python, and the largest value of each; of the
-last one it looks for the next prime numbers."""
+last ones it looks for a prime number for each head of each layer, from the base on."""
 SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 """Config, index, tokenizer and chat template, as `fnmatch` patterns."""
 MORE_TEMPLATES = "additional_chat_templates/*.jinja"
@@ -269,6 +269,8 @@ def _counts(raw: dict[str, Any]) -> Iterator[tuple[str, int]]:
             yield from _counts(value)
         elif isinstance(value, int) and name in COUNTS:
             yield name, value
+        elif isinstance(value, list) and name in COUNTS:
+            yield name, len(value)
         elif isinstance(value, list) and name == "attention_types":
             yield name, sum(map(_repeated, value))
 

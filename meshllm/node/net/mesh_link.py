@@ -364,8 +364,8 @@ class MeshLinks:
 
     def _close_ended(self) -> None:
         """Close the links for weights to peers whose membership has ended."""
-        for link in filter(self._has_ended, self._of_weights):
-            self._jobs.create_task(link.close())
+        for link in filter(self._has_ended, () if self._is_ending else self._of_weights):
+            self._begin(link.close)
 
     def _has_ended(self, link: SecureLink) -> bool:
         return self._machine.has_ended(link.peer, link.credential)

@@ -27,6 +27,7 @@ from meshllm.protocol.membership.records import MACHINE_BYTES
 from meshllm.transport.half_open import groups
 
 MAX_RESOLVED = 4  # addresses tried of one name
+MAX_HOSTS = 64  # of which a transport chooses itself
 LOOK_UP_S = 8.0  # s; more than a resolver takes to ask its second server
 HOSTS_S = 2.0  # s for which the list of interfaces is used
 _BY_NAME = {"wss"}  # schemes whose server proves its name, which the transport has to know
@@ -160,10 +161,9 @@ async def resolve(address: str, local: Local, threads: Executor) -> list[Place]:
     hosts = list(dict.fromkeys(ip_address(each[4][0]) for each in found))
     if any(_is_local(each, own) for each in hosts):
         return []
-    tried = hosts[:MAX_RESOLVED]
     if parts.scheme in _BY_NAME:
-        return [Place(address, tuple(map(str, tried)))]
-    return [Place(_replaced(parts, each)) for each in tried]
+        return [Place(address, tuple(map(str, hosts[:MAX_HOSTS])))]
+    return [Place(_replaced(parts, each)) for each in hosts[:MAX_RESOLVED]]
 
 
 def target(address: str) -> tuple[str, str]:

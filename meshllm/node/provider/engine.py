@@ -12,6 +12,7 @@ import httpx2
 
 from meshllm.errors import Busy, LinkLost, MeshError, ModelMissing, PeerFault, TimedOut, UserError
 from meshllm.node.provider.engine_json import AnswerState, call_of, offers_of
+from meshllm.protocol.membership.client_quota import estimate
 from meshllm.protocol.membership.records import ModelOffer
 from meshllm.request import Answer, Event, Request, Written
 
@@ -90,6 +91,7 @@ class EngineClient:
             body["model"] = self._names.get(request.model, request.model)
         clock, written, state = asyncio.get_running_loop().time, Written(), AnswerState()
         begin = first = last = clock()
+        bound = request.bound if request.max_tokens is None else None
         async with self._open("POST", path, body, timeout_s=IDLE_S) as response:
             async for chunk in _events(response):
                 if piece := state.take(chunk):
@@ -97,6 +99,8 @@ class EngineClient:
                     first = last if state.pieces == 1 else first
                     written.add(piece)
                     yield piece
+                if bound is not None and state.cut(bound):
+                    break
         if state.finish is None:
             raise LinkLost("The engine closed the connection before the answer was complete")
         counted = state.completion_tokens
@@ -105,7 +109,7 @@ class EngineClient:
         answer = Answer(
             text="",
             tokens=(),
-            prompt_tokens=state.prompt_tokens,
+            prompt_tokens=estimate(request) if state.is_cut else state.prompt_tokens,
             finish_reason=state.finish,
             ttft_ms=(first - begin) * 1e3,
             ms_per_token=token_s * 1e3,

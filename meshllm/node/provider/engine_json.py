@@ -54,12 +54,15 @@ def call_of(request: Request) -> tuple[str, dict[str, Any]]:
 
 
 def _most_tokens(request: Request) -> int | None:
-    """Return the limit of an answer; engines take 16 for a text without one, as OpenAI does."""
-    if request.max_tokens is not None:
+    """Return the limit of an answer; engines take 16 for a text without one, as OpenAI does.
+
+    Of a chat without one, `Request.bound` is left to `Engine.generate`: some engines refuse what is
+    longer than their context.
+    """
+    if request.max_tokens is not None or request.turns:
         return request.max_tokens
-    limits = [] if request.turns else [request.expected_tokens]
-    limits += [] if request.bound is None else [request.bound]
-    return min(limits, default=None)
+    most = request.expected_tokens
+    return most if request.bound is None else min(most, request.bound)
 
 
 def _sampling(request: Request) -> dict[str, Any]:
@@ -107,6 +110,8 @@ class AnswerState:
     stop_text: str = ""
     """The stop text that ended the answer, if the engine says that (vLLM)."""
     pieces: int = 0
+    is_cut: bool = False
+    """Whether it ended before the engine reported what it counted."""
     _names: set[int] = field(default_factory=set)
 
     def take(self, chunk: Mapping[str, Any]) -> Piece | None:
@@ -134,6 +139,13 @@ class AnswerState:
             return None
         self.pieces += 1
         return piece
+
+    def cut(self, bound: int) -> bool:
+        """End an answer that has ``bound`` pieces; return whether it had not ended yet."""
+        if self.finish is not None or self.pieces < bound:
+            return False
+        self.finish, self.is_cut = FinishReason.LENGTH, True
+        return True
 
     def _count(self, usage: Mapping[str, Any]) -> None:
         self.prompt_tokens = _count_of(usage.get("prompt_tokens"))

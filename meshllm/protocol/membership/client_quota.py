@@ -6,11 +6,10 @@ keys are also stored: `ClientQuota.learn` counts what was stored before, or by a
 Theory of operation
 -------------------
 A request reserves the estimated tokens of its prompt and all of its answer, which is limited to
-what is left; one without a limit reserves those of a typical answer. For a client that has no daily
-limit, tokens are only counted. So requests at the same time
+what is left; one without a limit reserves those of a typical answer. So requests at the same time
 share what is left, in the order in which they begin. When the ring reports the length of the
 prompt, or pieces exceed the reservation, it grows; once nothing is left, the request ends. When it
-ends, it pays for what was computed, and no more.
+ends, it pays for what was computed, and no more. A client without a daily limit reserves nothing.
 
 The answer of an earlier ring that a request continues was counted by whom it was asked. Its tokens
 do not have to fit into what is left, so that no answer is cut, but they count as read.

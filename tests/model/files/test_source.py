@@ -379,6 +379,7 @@ def test_a_config_that_is_nested_too_deep_is_refused(tmp_path: Path, depth: int)
         {"model_type": "qwen4_exp_text", "ngram_size": 10**9},
         {"model_type": "qwen4_exp_text", "heads_per_ngram": 10**9},
         {"model_type": "qwen4_exp_text", "ngram_vocab_size_base": 10**13},
+        {"model_type": "qwen4_exp_text", "ple_layer_ids": list(range(1000))},
         {"pretraining_tp": 10**9},
         {"model_type": "gpt_neo", "attention_types": [["x"], [["global"], 10**9]]},
         {"model_type": "gpt_neo", "attention_types": [[[], 10**9], [["global"], -(10**9)]]},
@@ -393,6 +394,12 @@ def test_an_absurd_count_in_a_config_is_refused_at_once(
 
     with pytest.raises(ModelError, match=r"config\.json` has -?\d+ as `\w+`, beyond \d+"):
         open_folder("x", tmp_path)
+
+
+def test_a_model_with_many_heads_of_state_is_read(tmp_path: Path) -> None:
+    write_config(tmp_path, model_type="zamba2", n_mamba_heads=112)
+
+    assert open_folder("x", tmp_path).config.n_mamba_heads == 112
 
 
 def test_a_list_of_attention_types_is_counted(tmp_path: Path) -> None:

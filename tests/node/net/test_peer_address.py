@@ -118,6 +118,16 @@ async def test_a_name_that_tls_proves_is_kept(names: dict[str, list[str]]) -> No
     assert await resolve("ws://mesh", Local.NO) == ["ws://10.1.0.1", "ws://[fd00::9]"]
 
 
+async def test_all_numbers_of_a_name_that_tls_proves_may_be_tried(
+    names: dict[str, list[str]],
+) -> None:
+    names["mesh"] = [*(f"fd00::a{number}" for number in range(2 * MAX_RESOLVED)), "10.1.0.1"]
+
+    [place] = await places("wss://mesh", Local.NO)
+
+    assert place.hosts == tuple(names["mesh"])
+
+
 async def test_every_number_of_a_name_is_checked(names: dict[str, list[str]]) -> None:
     names["evil"] = [*(f"10.1.0.{number}" for number in range(MAX_RESOLVED)), "127.0.0.1"]
 

@@ -55,6 +55,24 @@ async def test_an_answer(fake: FakeEngine, url: str) -> None:
     assert (body["model"], key) == ("fox", "Bearer secret")
 
 
+@pytest.mark.parametrize(
+    ("bound", "text", "reason"),
+    [(2, "to be ", FinishReason.LENGTH), (9, "to be or not ", FinishReason.STOP)],
+)
+async def test_an_answer_is_as_long_as_the_quota_allows(
+    fake: FakeEngine, url: str, bound: int, text: str, reason: FinishReason
+) -> None:
+    asked = replace(asking("to be or not"), bound=bound)
+
+    *_, answer = [each async for each in EngineClient(url).generate(asked)]
+
+    assert isinstance(answer, Answer)
+    assert (answer.text, answer.finish_reason) == (text, reason)
+    assert answer.completion_tokens == min(bound, 4)
+    assert answer.prompt_tokens > 0
+    assert "max_tokens" not in fake.asked[0][0]
+
+
 @pytest.mark.parametrize("url", ["http://[::1/v1", "http:///v1", "http://a:x/v1", "ftp://a/v1"])
 def test_an_invalid_url_is_refused(url: str) -> None:
     with pytest.raises(UserError, match="Invalid URL"):

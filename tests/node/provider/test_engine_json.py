@@ -108,14 +108,17 @@ def test_an_engine_ends_a_chat_without_a_limit_and_a_completion_gets_one() -> No
 @pytest.mark.parametrize(
     ("asked", "most"),
     [
-        (replace(CHAT, max_tokens=None, bound=7), 7),
         (replace(CHAT, max_tokens=9, bound=7), 9),
         (replace(CHAT, turns=(), raw="Once", max_tokens=None, bound=7), 7),
         (replace(CHAT, turns=(), raw="Once", max_tokens=None, bound=1 << 20), TYPICAL_TOKENS),
     ],
 )
-def test_an_answer_of_an_engine_is_limited_by_a_quota(asked: Request, most: int) -> None:
+def test_a_text_of_an_engine_is_limited_by_a_quota(asked: Request, most: int) -> None:
     assert call_of(asked)[1]["max_tokens"] == most
+
+
+def test_the_quota_of_a_chat_is_not_sent_to_engines_that_may_refuse_it() -> None:
+    assert "max_tokens" not in call_of(replace(CHAT, max_tokens=None, bound=1 << 20))[1]
 
 
 @pytest.mark.parametrize(
