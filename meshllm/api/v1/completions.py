@@ -1,5 +1,6 @@
 """`/v1/completions`: OpenAI's text completions, which score prompts with `echo` and `logprobs`."""
 
+from codecs import IncrementalDecoder, getincrementaldecoder
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,7 +18,7 @@ from meshllm.api.generation.prompts import read_prompts, with_prompt
 from meshllm.api.generation.reply import EventStream, Reply, failure, reason
 from meshllm.api.generation.service import Choices, Service
 from meshllm.api.respond import Stream
-from meshllm.request import Answer, Piece, TokenLogprobs
+from meshllm.request import Answer, Logprob, Piece, TokenLogprobs
 from meshllm.request import Request as Asked
 from meshllm.strict_json import WrongField
 
@@ -65,11 +66,27 @@ class Completion(Generating):
 
 
 @dataclass(slots=True)
+class _Characters:
+    """Counts the characters of tokens, of which one may have a part of a character."""
+
+    count: int = 0
+    _decoder: IncrementalDecoder = field(
+        default_factory=lambda: getincrementaldecoder("utf-8")("replace")
+    )
+
+    def add(self, token: Logprob) -> int:
+        """Add a token; return the offset of its text, or of the character that it continues."""
+        offset = self.count
+        self.count += len(self._decoder.decode(bytes(token.bytes)))
+        return offset
+
+
+@dataclass(slots=True)
 class _TextReply(Reply):
     """Writes the JSON objects of a text completion."""
 
-    texts: dict[int, int] = field(default_factory=dict)
-    """Characters of each choice that its log probabilities cover, for `text_offset`."""
+    texts: dict[int, "_Characters"] = field(default_factory=dict)
+    """Of each choice whose log probabilities have begun, those that they cover."""
 
     def completion(self, news: Choices) -> bytes:
         """Write the completion once it is complete; no bytes before."""
@@ -110,17 +127,14 @@ class _TextReply(Reply):
 
     def _logprobs(self, place: int, found: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         """Lay out log probabilities; the first token of an echoed prompt has none."""
-        asked, begin = self.asked[place], self.texts.get(place)
+        asked, is_first = self.asked[place], place not in self.texts
         if asked.logprobs is None:
             return None
-        offsets, at = [], begin or 0
-        for each in found:
-            offsets.append(at)
-            at += len(each.chosen.text)
-        self.texts[place] = at
+        text = self.texts.setdefault(place, _Characters())
+        offsets = [text.add(each.chosen) for each in found]
         values: list[float | None] = [each.chosen.logprob for each in found]
         tops: list[dict[str, float] | None] = [_top(each) for each in found]
-        if begin is None and asked.scores_prompt and found:
+        if is_first and asked.scores_prompt and found:
             values[0] = tops[0] = None
         return {
             "tokens": [each.chosen.text for each in found],

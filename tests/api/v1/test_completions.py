@@ -12,6 +12,7 @@ from meshllm.errors import ContextTooLong
 from meshllm.request import Logprob, Piece, TokenLogprobs
 from meshllm.status import ModelStatus
 from tests.builders.fake_node import FOX, FakeNode
+from tests.builders.fake_ring import answer_of
 
 PATH = "/v1/completions"
 BODY: dict[str, Any] = {"model": "builtin", "prompt": "hi", "temperature": 0, "seed": 1}
@@ -135,6 +136,24 @@ async def test_log_probabilities_of_a_completion(
         "text_offset": [0, 3],
     }
     assert (door.requests[0].logprobs, door.requests[0].scores_prompt) == (2, False)
+
+
+async def test_the_parts_of_a_character_have_its_offset(
+    client: httpx2.AsyncClient, door: FakeNode
+) -> None:
+    spelled = b"a", b"\xf0\x9f", b"\x98", b"\x80", b"b"
+    texts = "a", "", "", "\U0001f600", "b"
+    door.said = (
+        *(
+            Piece(text, (place,), (TokenLogprobs(Logprob(place, "", tuple(part), -0.5)),))
+            for place, (text, part) in enumerate(zip(texts, spelled, strict=True))
+        ),
+        answer_of("".join(texts), len(texts)),
+    )
+
+    said = (await client.post(PATH, json=BODY | {"logprobs": 0})).json()
+
+    assert said["choices"][0]["logprobs"]["text_offset"] == [0, 1, 1, 1, 2]
 
 
 async def test_log_probabilities_are_laid_out_as_they_come(
