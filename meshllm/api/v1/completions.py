@@ -66,7 +66,7 @@ class Completion(Generating):
 
 
 @dataclass(slots=True)
-class _Characters:
+class _TextOffsets:
     """Counts the characters of tokens, of which one may have a part of a character."""
 
     count: int = 0
@@ -85,7 +85,7 @@ class _Characters:
 class _TextReply(Reply):
     """Writes the JSON objects of a text completion."""
 
-    texts: dict[int, "_Characters"] = field(default_factory=dict)
+    texts: dict[int, "_TextOffsets"] = field(default_factory=dict)
     """Of each choice whose log probabilities have begun, those that they cover."""
 
     def completion(self, news: Choices) -> bytes:
@@ -130,7 +130,7 @@ class _TextReply(Reply):
         asked, is_first = self.asked[place], place not in self.texts
         if asked.logprobs is None:
             return None
-        text = self.texts.setdefault(place, _Characters())
+        text = self.texts.setdefault(place, _TextOffsets())
         offsets = [text.add(each.chosen) for each in found]
         values: list[float | None] = [each.chosen.logprob for each in found]
         tops: list[dict[str, float] | None] = [_top(each) for each in found]
