@@ -501,7 +501,7 @@ class MemberStatus:
     state: str
     """A `NodeState`, `linked` for a connected client, or `removed`."""
     is_self: bool = field(metadata={"json": "self"})
-    hosts: tuple[str, ...]
+    inviters: tuple[str, ...]
     """The chain of inviters: the founder first, the direct inviter last."""
 
 

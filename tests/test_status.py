@@ -117,7 +117,7 @@ def test_the_names_in_json_are_stable() -> None:
         "nat": "none", "line": "no NAT", "observed": ["192.0.2.1:7700"],
         "relays": [["192.0.2.9:1", "registered"]],
     }  # fmt: skip
-    assert sent(member(0)).keys() == {"node", "short", "name", "role", "state", "self", "hosts"}
+    assert sent(member(0)).keys() == {"node", "short", "name", "role", "state", "self", "inviters"}
 
 
 def test_a_model_is_found_by_name_alias_and_prefix_in_this_order() -> None:

@@ -137,7 +137,7 @@ class NodeControl:
         gone = find_node(node, view.profiles)
         if gone == view.me:
             raise UserError("A node cannot remove itself", hint="stop it with Ctrl-C")
-        if gone in view.hosts.get(view.me, ())[:1]:
+        if gone in view.inviters.get(view.me, ())[:1]:
             raise UserError("The founder cannot be removed", hint="begin a new mesh without it")
         guests = _guests(view, gone)
         kept = [find_node(text, view.profiles) for text in spare]
@@ -211,11 +211,11 @@ async def _measured(node: MeshNode) -> MemoryStatus:
     )
 
 
-def _guests(view: NodeView, host: NodeId) -> dict[NodeId, NodeId]:
+def _guests(view: NodeView, inviter: NodeId) -> dict[NodeId, NodeId]:
     """Return whom a member invited, itself or by guests, and which of its own guests led there."""
-    chains = {**view.hosts, **{peer: link.issuers for peer, link in view.links.items()}}
-    paths = ((*hosts, node) for node, hosts in sorted(chains.items()))
-    return {path[-1]: path[path.index(host) + 1] for path in paths if host in path[:-1]}
+    chains = {**view.inviters, **{peer: link.issuers for peer, link in view.links.items()}}
+    paths = ((*chain, node) for node, chain in sorted(chains.items()))
+    return {path[-1]: path[path.index(inviter) + 1] for path in paths if inviter in path[:-1]}
 
 
 def _trial_terms(view: NodeView, terms: PlanTerms) -> TrialTerms:

@@ -220,7 +220,7 @@ class MeshNode:
             return self.machine.charter.shape.name
         return self._options.model or (None if self._options.join else FIRST_MODEL)
 
-    async def hear(self) -> None:
+    async def wait_for_charter(self) -> None:
         """Wait up to `HEAR_S` for the charter, which arrives after the records of the nodes."""
         with suppress(TimeoutError):
             async with asyncio.timeout(HEAR_S), aclosing(self.state.changes()) as changes:
@@ -253,7 +253,7 @@ class MeshNode:
             charter=ring_member.charter or machine.charter,
             profiles=dict(machine.profiles),
             states=dict(machine.states),
-            hosts={node: machine.hosts(node) for node in machine.profiles},
+            inviters={node: machine.inviters(node) for node in machine.profiles},
             alive=machine.alive,
             removed=tuple(machine.removals),
             links={

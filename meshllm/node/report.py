@@ -96,7 +96,7 @@ def mesh_status(view: NodeView, memory: MemoryStatus) -> MeshStatus:
 def members(view: NodeView) -> Members:
     """List the members of the mesh, as far as known to the node."""
     known = [
-        _member(view, each, str(Role.NODE), _state(view, each)[0], view.hosts.get(each, ()))
+        _member(view, each, str(Role.NODE), _state(view, each)[0], view.inviters.get(each, ()))
         for each in _known(view)
     ]
     clients = [
@@ -185,7 +185,7 @@ def _known(view: NodeView) -> list[NodeId]:
 
 
 def _member(
-    view: NodeView, node: NodeId, role: str, state: str, hosts: Sequence[NodeId] = ()
+    view: NodeView, node: NodeId, role: str, state: str, inviters: Sequence[NodeId] = ()
 ) -> MemberStatus:
     return MemberStatus(
         node=show(node),
@@ -194,7 +194,7 @@ def _member(
         role=role,
         state=state,
         is_self=node == view.me,
-        hosts=tuple(show(each) for each in hosts),
+        inviters=tuple(show(each) for each in inviters),
     )
 
 

@@ -78,7 +78,7 @@ class NodeView:
     """Of the own ring; of the first model while it has none."""
     profiles: Mapping[NodeId, Profile]
     states: Mapping[NodeId, StateRecord]
-    hosts: Mapping[NodeId, tuple[NodeId, ...]]
+    inviters: Mapping[NodeId, tuple[NodeId, ...]]
     """The chain of inviters of each node."""
     alive: frozenset[NodeId]
     removed: tuple[NodeId, ...]

@@ -42,7 +42,7 @@ def view_of(**changes: Any) -> NodeView:
         charter=world.charter,
         profiles=dict(world.profiles),
         states=dict(world.follow(agreement).view(A).states),
-        hosts={B: (A,), C: (A, B, D)},
+        inviters={B: (A,), C: (A, B, D)},
         alive=frozenset({A, B, C}),
         removed=(),
         links={B: link_of(Role.NODE), CLIENT: link_of(Role.CLIENT)},

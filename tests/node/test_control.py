@@ -108,7 +108,7 @@ async def test_a_removal_spares_a_named_guest_and_its_inviters(node: Owned) -> N
 
 
 async def test_a_removal_spares_this_node(node: Owned) -> None:
-    node.see(hosts={B: (D,), A: (D, B), C: (D, B)})
+    node.see(inviters={B: (D,), A: (D, B), C: (D, B)})
 
     told = await node.control.remove("there")
 
@@ -119,7 +119,7 @@ async def test_a_removal_spares_this_node(node: Owned) -> None:
 
 
 async def test_only_guests_can_be_spared(node: Owned) -> None:
-    node.see(hosts={B: (A,), C: (A,)})
+    node.see(inviters={B: (A,), C: (A,)})
 
     with pytest.raises(UserError, match="was not invited by"):
         await node.control.remove("there", ["spare"])
@@ -127,7 +127,7 @@ async def test_only_guests_can_be_spared(node: Owned) -> None:
 
 
 async def test_the_founder_cannot_be_removed(node: Owned) -> None:
-    node.see(hosts={A: (B,)})
+    node.see(inviters={A: (B,)})
 
     with pytest.raises(UserError, match="founder cannot be removed"):
         await node.control.remove("there")

@@ -300,12 +300,12 @@ async def test_a_ticket_is_for_those_members_that_are_not_known(mesh: Mesh) -> N
     assert a.first_model == "builtin"
     await until(lambda: a.machine.charter is not None, a)
     b = await mesh.start("b", join=await a.create_ticket())
-    await b.hear()
+    await b.wait_for_charter()
     assert b.first_model == "builtin"
     second = b.ticket_uses
     await until(lambda: b.me in a.machine.alive, a)
     c = await mesh.start("c", join=await a.create_ticket())
-    await c.hear()
+    await c.wait_for_charter()
     whole = c.ticket_uses, bool(await c.create_ticket())
     await mesh.kill("c")
     again = await mesh.start("c")

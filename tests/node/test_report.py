@@ -314,7 +314,7 @@ def test_members_are_nodes_clients_and_the_removed(node: Owned) -> None:
     ]  # fmt: skip
     assert [each.node for each in members[-2:]] == [show(CLIENT), show(D)]
     hosts = [(), (A, B, D), (A,), (), ()]
-    assert [each.hosts for each in members] == [tuple(map(show, each)) for each in hosts]
+    assert [each.inviters for each in members] == [tuple(map(show, each)) for each in hosts]
 
 
 def test_the_model_of_the_charter_is_served(node: Owned) -> None:

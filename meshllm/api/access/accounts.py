@@ -212,7 +212,7 @@ class Accounts:
                 self._rows(_REVOKE, (int(now_s), stored.name))
             self._add(tag_of(key), _OWN)
 
-    def hear(self, node: str, tags: Sequence[bytes]) -> None:
+    def store_revoked(self, node: str, tags: Sequence[bytes]) -> None:
         """Store keys that another member revoked, the newest of it and of all within limits."""
         with self._transaction():
             for tag in tags:

@@ -40,5 +40,5 @@ async def _store(node: NodePort, accounts: Accounts, stored: dict[str, tuple[byt
     """Store what is not ``stored`` of the keys that other members revoked."""
     for member, tags in node.revocations().items():
         if tags != stored.get(member):
-            await asyncio.to_thread(accounts.hear, member, tags)
+            await asyncio.to_thread(accounts.store_revoked, member, tags)
             stored[member] = tags

@@ -279,7 +279,7 @@ async def _run(
             while not is_answered(socket):  # noqa: ASYNC110  # uvicorn has no event for it
                 await asyncio.sleep(_POLL_S)
             if options.join is not None:
-                await opened.hear()
+                await opened.wait_for_charter()
             if door is not None:
                 announce(door, await control.models(), opened.first_model)
                 tasks.append(group.create_task(door.serve(control)))

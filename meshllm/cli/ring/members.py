@@ -159,14 +159,14 @@ def lay_out(members: "Sequence[MemberStatus]", columns: int | None = None) -> st
 
 
 def guests(
-    members: "Sequence[MemberStatus]", host: "MemberStatus", kept: "Sequence[MemberStatus]"
+    members: "Sequence[MemberStatus]", inviter: "MemberStatus", kept: "Sequence[MemberStatus]"
 ) -> "list[MemberStatus]":
     """Return the members that go with a member: those invited by it or its guests.
 
     A direct guest that led to this node, or to one to keep, stays with all that it led to.
     """
-    paths = [(*each.hosts, each.node) for each in members if host.node in each.hosts]
-    branches = {path[-1]: path[path.index(host.node) + 1] for path in paths}
+    paths = [(*each.inviters, each.node) for each in members if inviter.node in each.inviters]
+    branches = {path[-1]: path[path.index(inviter.node) + 1] for path in paths}
     stay = {branches.get(each.node) for each in members if each.is_self or each in kept}
     return [each for each in members if branches.get(each.node) not in {None, *stay}]
 
@@ -202,8 +202,8 @@ def _confirm(found: "MemberStatus", going: "list[MemberStatus]") -> None:
 
 
 def _inviter(member: "MemberStatus", names: dict[str, str]) -> str | None:
-    if member.hosts:
-        return render.cut(names.get(member.hosts[-1], member.hosts[-1][:MIN_PREFIX]))
+    if member.inviters:
+        return render.cut(names.get(member.inviters[-1], member.inviters[-1][:MIN_PREFIX]))
     return "(founder)" if member.role == "node" else None
 
 

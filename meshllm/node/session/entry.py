@@ -540,7 +540,7 @@ class EntryNode:
             return
         ahead = generation.ahead = PrefetchedStep(sample.watch_ahead)
         picked = partial(self._picked, session, generation, sample)
-        submit = partial(self._samples.submit, session, sample, picked, ahead.hear)
+        submit = partial(self._samples.submit, session, sample, picked, ahead.set_result)
         if self._head is None:
             submit()
             return

@@ -163,7 +163,7 @@ class PrefetchedStep:
     _callback: Callable[[Any], None] | None = None
     _results: list[Any] = field(default_factory=list)
 
-    def hear(self, result: Blob | Exception | None) -> None:
+    def set_result(self, result: Blob | Exception | None) -> None:
         """Take the result."""
         self._results.append(result)
         self._deliver()

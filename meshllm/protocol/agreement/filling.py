@@ -204,7 +204,7 @@ class Filling(GroupTable):
             for node in self.nodes(other)
             if other != number and self.groups[other].id in self.shares[node]
         ]
-        over = [] if strict else [share for share in shared if self.is_over(*share)]
+        over = [] if strict else [share for share in shared if self.is_dispensable(*share)]
         yielding = [
             (node, other)
             for node, other in shared

@@ -256,7 +256,7 @@ class GroupTable:
         """Return whether a group is complete, maybe with fewer nodes than requested."""
         return self.is_complete(number, self.nodes(number), strict=False)
 
-    def is_over(self, node: NodeId, number: int) -> bool:
+    def is_dispensable(self, node: NodeId, number: int) -> bool:
         """Return whether a group stays complete without a node, maybe with fewer than requested."""
         others = (each for each in self.nodes(number) if each != node)
         return self.is_complete(number, others, strict=False)

@@ -21,7 +21,7 @@ all sessions.
 
 A finished session may be *kept* for prompts with the same prefix. Kept sessions never block a
 running one: `fits` ignores them, and `meshllm.protocol.kv_cache.prefix_index` evicts the least
-recently used while `is_over`.
+recently used while `is_exceeded`.
 
 Layers that the next plan may need are loaded in bytes that nothing uses: the budget *lends* them,
 and takes them back as soon as a session, running or kept, needs them. If that plan follows at once,
@@ -123,7 +123,7 @@ class KvBudget:
         """Give the ranks so many bytes, if all that runs fits into them, and a session on its own.
 
         That session has ``longest`` tokens. Return whether they do. Kept sessions may not fit any
-        more, see `is_over`.
+        more, see `is_exceeded`.
         """
         before = self.rooms
         pairs = zip(before, totals, strict=True)
@@ -173,7 +173,7 @@ class KvBudget:
         self._kept.pop(session, None)
 
     @property
-    def is_over(self) -> bool:
+    def is_exceeded(self) -> bool:
         """Whether running and kept sessions, and what is lent, together exceed the budget."""
         return not self.has_room(self._lent)
 

@@ -142,7 +142,7 @@ class PrefixIndex:
         for session in [each for each in self._in_order() if each != spare]:
             is_many = len(self._items) > self._most
             limited = [each for each, item in self._items.items() if not item.is_lost]
-            if not (is_many or self.budget.is_over or self._exceeds(limited)):
+            if not (is_many or self.budget.is_exceeded or self._exceeds(limited)):
                 break
             self._drop(session)
             gone.append(session)

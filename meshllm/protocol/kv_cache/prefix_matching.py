@@ -75,7 +75,7 @@ class PrefixCache(Generic[Cache]):
         whole = is_next and not is_shared
         capacity = self.index.take(name, length, now, whole=whole)
         self._drop(self.index.make_room(spare=name))
-        if self.index.budget.is_over:  # no room for a copy
+        if self.index.budget.is_exceeded:  # no room for a copy
             whole = bool(self.index.take(name, length, now, whole=True))
         return self._hit(name, length, capacity, text.chunks, whole=whole)
 

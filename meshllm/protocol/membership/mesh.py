@@ -122,7 +122,7 @@ class Mesh:
         """The last state of each node."""
         return self._replica.records.states
 
-    def hosts(self, node: NodeId) -> tuple[NodeId, ...]:
+    def inviters(self, node: NodeId) -> tuple[NodeId, ...]:
         """Return the chain of inviters of a node: the founder first, its own inviter last."""
         item = self._replica.records.store.get(Slot(Kind.PROFILE, node))
         chain = Credential.decode(item.credential).chain if item else ()

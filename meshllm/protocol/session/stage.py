@@ -427,7 +427,7 @@ class Stage:
         if not capacity or not self.budget.reserve(session, capacity if whole else length):
             return [Free(base)] if capacity and whole else []
         gone = self._index.make_room(spare=base)
-        if self.budget.is_over:  # no room for a copy
+        if self.budget.is_exceeded:  # no room for a copy
             whole = bool(self._index.take(base, length, now, whole=True))
             if not self.budget.reserve(session, capacity):
                 self.budget.release(session)

@@ -251,8 +251,8 @@ def test_a_stored_key_can_be_revoked_by_itself(accounts: Accounts) -> None:
 def test_what_others_revoked_is_stored_and_not_told_again(
     accounts: Accounts, tmp_path: Path
 ) -> None:
-    accounts.hear("node-b", [tag_of("one"), tag_of("two")])
-    accounts.hear("node-b", [tag_of("two")])
+    accounts.store_revoked("node-b", [tag_of("one"), tag_of("two")])
+    accounts.store_revoked("node-b", [tag_of("two")])
 
     with Accounts.open(tmp_path / "state") as again:
         assert [again.is_revoked(each) for each in ("one", "two", "three")] == [True, True, False]
@@ -264,9 +264,9 @@ def test_a_member_that_revokes_without_end_displaces_only_its_own(
 ) -> None:
     monkeypatch.setattr("meshllm.api.access.accounts.MAX_HEARD", 3)
     accounts.revoke_key("own", NOW)
-    accounts.hear("node-b", [tag_of("of b")])
+    accounts.store_revoked("node-b", [tag_of("of b")])
 
-    accounts.hear("node-c", [tag_of(str(number)) for number in range(5)])
+    accounts.store_revoked("node-c", [tag_of(str(number)) for number in range(5)])
 
     kept = [each for each in ("own", "of b", *map(str, range(5))) if accounts.is_revoked(each)]
     assert kept == ["own", "of b", "2", "3", "4"]
@@ -279,7 +279,7 @@ def test_many_members_displace_the_oldest_and_never_the_owners(
     accounts.revoke_key("own", NOW)
 
     for number in range(4):
-        accounts.hear(f"node-{number}", [tag_of(str(number))])
+        accounts.store_revoked(f"node-{number}", [tag_of(str(number))])
 
     kept = [each for each in ("own", *map(str, range(4))) if accounts.is_revoked(each)]
     assert kept == ["own", "2", "3"]

@@ -222,7 +222,7 @@ async def test_a_key_that_another_member_revoked_is_refused(
     accounts: Accounts, policy: AccessPolicy
 ) -> None:
     key, other = SHUT.file_keys
-    accounts.hear("node-b", [tag_of(key)])
+    accounts.store_revoked("node-b", [tag_of(key)])
     async with entering(policy, accounts) as client:
         said = [await client.get(MODELS, headers=bearer(each)) for each in (key, other)]
 

@@ -80,7 +80,7 @@ def keys(accounts: Accounts) -> dict[str, str]:
     }
     made = {name: accounts.create(name, each, 0) for name, each in limits.items()}
     accounts.revoke("revoked", 1)
-    accounts.hear("node-b", [tag_of(made["heard"])])
+    accounts.store_revoked("node-b", [tag_of(made["heard"])])
     return made
 
 

@@ -41,15 +41,15 @@ async def test_what_a_full_disk_does_not_take_is_tried_again(
     failures: int,
 ) -> None:
     heard: list[str] = []
-    hear = Accounts.hear
+    store = Accounts.store_revoked
 
     def fail(accounts: Accounts, member: str, tags: Sequence[bytes]) -> None:
         heard.append(member)
         if len(heard) <= failures:
             raise sqlite3.OperationalError("database or disk is full")
-        hear(accounts, member, tags)
+        store(accounts, member, tags)
 
-    monkeypatch.setattr(Accounts, "hear", fail)
+    monkeypatch.setattr(Accounts, "store_revoked", fail)
     node.revoked = {"node-b": (tag_of("heard"),)}
     node.go.set()
     with Accounts.open(tmp_path / "state") as accounts:

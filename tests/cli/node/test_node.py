@@ -55,7 +55,7 @@ class FakeNode:
     is_founder: bool = True
     asked: int = 0
     is_open: bool = False
-    has_heard: bool = False
+    has_waited: bool = False
     first_model: str | None = None
     is_over: bool = False
     """The reports are at an end, and ``last`` is called."""
@@ -82,14 +82,14 @@ class FakeNode:
             self.last()
         await asyncio.Event().wait()
 
-    async def hear(self) -> None:
-        self.has_heard = True
+    async def wait_for_charter(self) -> None:
+        self.has_waited = True
 
     async def create_ticket(self) -> str:
         return self.ticket
 
     async def models(self) -> list[ModelStatus]:
-        return [FOX] if self.has_heard else []
+        return [FOX] if self.has_waited else []
 
     async def revoke(self, tags: Sequence[bytes]) -> None:
         assert not tags
@@ -380,7 +380,7 @@ def test_a_ticket_is_printed_by_a_founder_that_lacks_members_or_to_a_file(
     assert f"{why}; `meshllm ring ticket` makes a ticket for another node" in result.stderr
     assert (home / "ticket").read_text() == "meshllm1abc\n"
     assert asked.stdout.startswith("meshllm1abc\n")
-    assert node.has_heard is bool(options)
+    assert node.has_waited is bool(options)
 
 
 def test_the_request_to_try_names_the_model_of_the_mesh(meshllm: Invoke, node: FakeNode) -> None:

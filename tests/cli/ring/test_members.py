@@ -89,7 +89,7 @@ def test_a_time_is_a_number_and_a_unit(meshllm: Invoke, node: FakeClient, text: 
 
 
 def test_members_are_listed_with_full_ids(meshllm: Invoke, node: FakeClient) -> None:
-    client = member(2, role="client", name="", state="linked", hosts=("3" * 63,))
+    client = member(2, role="client", name="", state="linked", inviters=("3" * 63,))
     node.there.append(client)
 
     assert meshllm("ring", "members").stdout.splitlines() == [
@@ -116,7 +116,7 @@ def test_on_a_terminal_a_line_is_truncated() -> None:
 def test_a_removed_member_is_listed_and_cannot_be_removed_again(
     meshllm: Invoke, node: FakeClient
 ) -> None:
-    node.there[1] = member(1, role="", state="removed", hosts=())
+    node.there[1] = member(1, role="", state="removed", inviters=())
 
     assert (
         f"   desk   -     removed  -           {node_id(1)}\n" in meshllm("ring", "members").stdout
@@ -232,7 +232,7 @@ def test_the_confirmation_lists_the_guests(
     line: str,
 ) -> None:
     monkeypatch.setattr("meshllm.cli.ring.members._is_interactive", lambda: True)
-    node.there = [member(0), member(1), member(2), member(3, hosts=(node_id(0),))]
+    node.there = [member(0), member(1), member(2), member(3, inviters=(node_id(0),))]
 
     result = meshllm("ring", "remove", node_id(1), *options, stdin="n\n")
 
@@ -241,10 +241,10 @@ def test_the_confirmation_lists_the_guests(
 
 
 def test_the_confirmation_leaves_out_the_branches_that_stay() -> None:
-    me = member(4, hosts=(node_id(0), node_id(1), node_id(2)), is_self=True)
-    one, two = (member(each, hosts=(node_id(0), node_id(1))) for each in (2, 5))
-    three = member(6, hosts=(node_id(0), node_id(1), node_id(5)))
-    there = [member(0, is_self=False), member(1), one, me, two, three, member(7, hosts=())]
+    me = member(4, inviters=(node_id(0), node_id(1), node_id(2)), is_self=True)
+    one, two = (member(each, inviters=(node_id(0), node_id(1))) for each in (2, 5))
+    three = member(6, inviters=(node_id(0), node_id(1), node_id(5)))
+    there = [member(0, is_self=False), member(1), one, me, two, three, member(7, inviters=())]
 
     assert guests(there, member(1), []) == [two, three]
     assert guests(there, member(1), [three]) == []

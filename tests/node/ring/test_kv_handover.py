@@ -309,7 +309,7 @@ def test_finished_sessions_make_room_for_caches_that_are_handed_over(world: Worl
             await link.send(encode(KvOffer(B, MIDDLE.epoch, MIDDLE.digest)))
 
             assert await answer_to(link) == KvOffer(C, MIDDLE.epoch, MIDDLE.digest)
-            assert not budget.is_over
+            assert not budget.is_exceeded
 
     run_virtual(main())
 

@@ -704,7 +704,7 @@ async def test_kept_prefixes_give_way_to_an_answer_that_grows(
         step = entry.layers.step_many
 
         def checked(*steps: Any) -> Any:
-            assert not entry.node.budget.is_over
+            assert not entry.node.budget.is_exceeded
             return step(*steps)
 
         monkeypatch.setattr(entry.layers, "step_many", checked)

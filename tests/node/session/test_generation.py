@@ -11,7 +11,7 @@ def test_an_early_request_gets_the_result_when_it_is_known() -> None:
 
     ahead.ask(heard.append)
     assert not heard
-    ahead.hear(None)
+    ahead.set_result(None)
 
     assert heard == [None]
 
@@ -20,7 +20,7 @@ def test_a_late_request_gets_the_result_at_once() -> None:
     ahead, heard = PrefetchedStep(Stopwatch()), list[Any]()
     error = RuntimeError("out of memory")
 
-    ahead.hear(error)
+    ahead.set_result(error)
     ahead.ask(heard.append)
 
     assert heard == [error]

@@ -66,7 +66,7 @@ def test_free_bytes_are_lent_until_a_session_needs_them() -> None:
     assert not budget.lend(2 * BLOCK + 1, lambda: taken.append("too much"))
     assert budget.lend(2 * BLOCK, lambda: taken.append("all"))
     assert budget.fits(3 * BLOCK)
-    assert not budget.is_over
+    assert not budget.is_exceeded
     assert budget.reserve(A, 2 * BLOCK)
     assert taken == ["all"]
     assert budget.lend(BLOCK, lambda: taken.append("a block"))
@@ -84,7 +84,7 @@ def test_a_loan_is_taken_back_once_and_only_for_sessions_that_have_no_room_besid
     assert budget.reserve(A, 3 * BLOCK)
     assert budget.reserve(A, 4 * BLOCK)
     assert taken == ["all"]
-    assert not budget.is_over
+    assert not budget.is_exceeded
 
 
 def test_a_loan_that_was_refused_takes_no_room() -> None:
@@ -92,7 +92,7 @@ def test_a_loan_that_was_refused_takes_no_room() -> None:
     budget.reserve(A, 4 * BLOCK)
 
     assert not budget.lend(1, lambda: None)
-    assert not budget.is_over
+    assert not budget.is_exceeded
 
 
 def test_a_loan_that_has_ended_is_not_taken_back() -> None:
@@ -102,7 +102,7 @@ def test_a_loan_that_has_ended_is_not_taken_back() -> None:
     budget.end_loan()
 
     assert budget.reserve(A, 4 * BLOCK)
-    assert not budget.is_over
+    assert not budget.is_exceeded
     assert not taken
 
 
@@ -140,7 +140,7 @@ def test_kept_sessions_never_block_a_running_one() -> None:
     ):
         assert budget.fits(BLOCK)
         step()
-        over.append(budget.is_over)
+        over.append(budget.is_exceeded)
 
     assert over == [False, True, False, False]
     assert budget.kept_bytes == 0
@@ -162,18 +162,18 @@ def test_rooms_may_change_as_long_as_what_runs_fits() -> None:
     budget.lend(2 * BLOCK, lambda: taken.append("all"))
 
     assert budget.resize([7 * BLOCK, 6 * BLOCK])
-    assert (budget.is_over, taken) == (False, [])
+    assert (budget.is_exceeded, taken) == (False, [])
     assert budget.resize([6 * BLOCK, 6 * BLOCK])
-    assert (budget.is_over, taken) == (False, ["all"])
+    assert (budget.is_exceeded, taken) == (False, ["all"])
     assert budget.resize([4 * BLOCK, 4 * BLOCK], longest=4 * BLOCK)
-    assert budget.is_over
+    assert budget.is_exceeded
     assert budget.fits(2 * BLOCK)
     assert not budget.fits(2 * BLOCK + 1)
     assert not budget.resize([3 * BLOCK, 3 * BLOCK], longest=4 * BLOCK)
     assert not budget.resize([9 * BLOCK, BLOCK])
     assert [each.total for each in budget.rooms] == [4 * BLOCK] * 2
     assert budget.resize([9 * BLOCK, 9 * BLOCK], longest=9 * BLOCK)
-    assert not budget.is_over
+    assert not budget.is_exceeded
 
 
 def test_weights_that_leave_nothing_leave_no_room() -> None:

@@ -96,7 +96,7 @@ def test_the_spared_session_is_not_evicted() -> None:
     index.budget.reserve(SessionId(b"x" * 16), 2 * BLOCK)
 
     assert index.make_room(spare=A) == [B]
-    assert index.budget.is_over
+    assert index.budget.is_exceeded
 
 
 def test_the_number_of_kept_sessions_is_limited() -> None:

@@ -757,14 +757,14 @@ def test_a_link_that_did_not_last_is_dialled_after_a_backoff() -> None:
     assert [dial.peer for dial in later] == [LAST.node]
 
 
-def test_hosts_returns_the_chain_of_inviters() -> None:
+def test_the_chain_of_inviters_begins_with_the_founder() -> None:
     node = linked(FOUNDER, LAST)
     for key in (FOUNDER, LAST):
         node.receive(key.node, Items((sign(key, PROFILE),)), 1.2)
 
-    assert node.hosts(FOUNDER.node) == ()
-    assert node.hosts(LAST.node) == (FOUNDER.node,)
-    assert node.hosts(CLIENT.node) == ()
+    assert node.inviters(FOUNDER.node) == ()
+    assert node.inviters(LAST.node) == (FOUNDER.node,)
+    assert node.inviters(CLIENT.node) == ()
 
 
 def test_a_removal_is_published_and_closes_the_link() -> None:
