@@ -271,10 +271,13 @@ class Mesh:
             return []
         self._notice_suspension(now)
         contact.heard = now
+        removed = len(self.removals)
         try:
             actions = self._read(peer, contact, message, now)
         except PeerFault as fault:
             actions = [self._drop(peer, CloseReason.RULES, now, str(fault))]
+            if len(self.removals) > removed:  # of valid items before a forged one
+                actions += self._expel(now)
         return self._conclude(actions, now)
 
     def expire(self, now: float, wall_s: float) -> list[Action]:

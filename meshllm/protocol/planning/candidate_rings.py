@@ -2,7 +2,8 @@
 
 For up to `EXACT` nodes, every set is a candidate: small ones in every order, larger ones in the
 order of the shortest tour. For more, the node whose loss costs least is dropped repeatedly, and
-every remainder is a candidate: good, but not proven optimal.
+every remainder is a candidate: good, but not proven optimal. Nodes with fixed spans come in the
+order of these; of the others, each comes where it costs least, first where layers lack a node.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,15 +26,20 @@ def rings(problem: Problem, fill: GreedyFill) -> Iterator[tuple[int, int, Tour]]
             if entry in tour:
                 at = tour.index(entry)
                 ring = (*tour[at:], *tour[:at])
+                if problem.pins and not _fits(problem, ring):
+                    continue
                 if (bound := fill.token(ring)) is not None:
                     yield bound, len(ring), ring
 
 
 def _tours(problem: Problem, fill: GreedyFill) -> Iterator[Tour]:
     """Yield candidate tours, each from one of its nodes."""
-    if len(fill.holders) <= EXACT:
-        clients = fill.entries if problem.client else []
-        yield from _every_tour(problem, [*clients, *fill.holders])
+    clients, holders = fill.entries if problem.client else [], fill.holders
+    if problem.pins and len(clients) + len(holders) > ANY_ORDER:
+        yield from _pinned_tours(problem, clients[:1], fill)
+        return
+    if len(holders) <= EXACT:
+        yield from _every_tour(problem, [*clients, *holders])
         return
     most = problem.members or problem.layers + problem.client
     alone = sorted(fill.entries, key=lambda node: (problem.layer_ns[node], problem.head[node]))
@@ -58,6 +64,75 @@ def _every_tour(problem: Problem, nodes: Sequence[int]) -> Iterator[Tour]:
             yield from all_tours(start, others)
         else:
             yield from shortest_tours(problem.hops, start, others)
+
+
+def _fits(problem: Problem, ring: Sequence[int]) -> bool:
+    """Return whether fixed spans follow each other in a ring, and leave layers to other nodes."""
+    stop, is_fixed = 0, True  # where the nodes so far end, at the least
+    for node in ring[problem.client :]:
+        if pin := problem.pins.get(node):
+            if pin.start < stop or (is_fixed and pin.start > stop):
+                return False
+            stop, is_fixed = pin.stop, True
+        else:
+            stop, is_fixed = stop + 1, False
+    return stop == problem.layers if is_fixed else stop <= problem.layers
+
+
+def _pinned_tours(problem: Problem, client: Sequence[int], fill: GreedyFill) -> Iterator[Tour]:
+    """Yield a tour through all nodes with a fixed span and every set of the free ones.
+
+    It begins with the client. Of more free ones than `EXACT`, those with the most room are tried.
+    """
+    free = [node for node in fill.holders if node not in problem.pins]
+    free = sorted(free, key=lambda node: -problem.room(node, entry=False))[:EXACT]
+    for places in range(1 << len(free)):
+        some = [node for bit, node in enumerate(free) if places >> bit & 1]
+        if tour := _pinned_tour(problem, client, some, fill.entries):
+            yield tour
+
+
+def _pinned_tour(
+    problem: Problem,
+    client: Sequence[int],
+    free: Sequence[int],
+    entries: Sequence[int],
+) -> Tour:
+    """Return a tour through these nodes; an empty one if none of them can be the entry."""
+    tour = sorted(problem.pins, key=lambda node: problem.pins[node].start)
+    if not client and problem.pins[tour[0]].start:  # a free node has to be the entry
+        able = [node for node in free if node in entries]
+        if not able:
+            return ()
+        entry = min(able, key=lambda node: problem.layer_ns[node])
+        free = [node for node in free if node != entry]
+        tour = [entry, *tour]
+    tour = [*client, *tour]
+    for node in free:
+        tour.insert(_place(problem, tour, node), node)
+    return tuple(tour)
+
+
+def _place(problem: Problem, tour: Sequence[int], node: int) -> int:
+    """Return where a free node costs least: where layers lack a node, else beside a free one."""
+    costs = problem.hops
+
+    def cost(at: int) -> tuple[int, int]:
+        before, after = tour[at - 1], tour[at % len(tour)]
+        more = costs[before][node] + costs[node][after] - costs[before][after]
+        start = 0 if problem.is_client(before) else _end(problem, before, is_stop=True)
+        end = _end(problem, after, is_stop=False) if at < len(tour) else problem.layers
+        if start is None or end is None:
+            return 1, more
+        return 0 if start < end else 2, more
+
+    return min(range(1, len(tour) + 1), key=cost)
+
+
+def _end(problem: Problem, node: int, *, is_stop: bool) -> int | None:
+    """Return where the fixed span of a node begins or ends; None if it has none."""
+    pin = problem.pins.get(node)
+    return None if pin is None else pin.stop if is_stop else pin.start
 
 
 def _prune(problem: Problem, fill: GreedyFill, tour: Tour) -> Tour:

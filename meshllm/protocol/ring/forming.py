@@ -309,6 +309,7 @@ class Forming:
     def gone(self, link: int, now: float) -> list[Action]:
         """Note that the peer closed an idle link."""
         if link == self._dialled:
+            self._missing = None  # it is there, and may wait for its own neighbour
             return self._back_off(FormingEvent.GONE, "The next rank closed the link", now)
         self._arrivals = {
             peer: arrival for peer, arrival in self._arrivals.items() if arrival.link != link

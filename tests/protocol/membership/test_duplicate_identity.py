@@ -4,7 +4,7 @@ from functools import partial
 from math import inf
 
 from meshllm.errors import NotAuthorised
-from meshllm.protocol.membership.duplicate_identity import DUPLICATE_S, DuplicateIdentity
+from meshllm.protocol.membership.duplicate_identity import DUPLICATE_S, FRESH_S, DuplicateIdentity
 from tests.builders.offers import A, B
 
 
@@ -28,13 +28,24 @@ def test_another_reason_resets_the_detection() -> None:
 
 def test_a_beat_resets_the_detection() -> None:
     found = DuplicateIdentity()
-    found.dropped(A, is_duplicate=True, now=5.0, heard=4.0)
+    refused = partial(found.dropped, is_duplicate=True)
+    for peer in (A, B):
+        refused(peer, now=5.0, heard=4.0)
 
-    assert found.dropped(A, is_duplicate=True, now=9.0, heard=7.5) is None
-    assert found.dropped(A, is_duplicate=True, now=9.0 + DUPLICATE_S, heard=7.5) is None
-    assert isinstance(
-        found.dropped(A, is_duplicate=True, now=9.5 + DUPLICATE_S, heard=7.5), NotAuthorised
-    )
+    for peer in (A, B):
+        assert refused(peer, now=9.0, heard=7.5) is None
+        assert refused(peer, now=9.0 + DUPLICATE_S, heard=7.5) is None
+    assert refused(A, now=9.5 + DUPLICATE_S, heard=7.5) is None
+    assert isinstance(refused(B, now=9.5 + DUPLICATE_S, heard=7.5), NotAuthorised)
+
+
+def test_one_peer_does_not_end_a_process_that_was_accepted() -> None:
+    found = DuplicateIdentity()
+    refused = partial(found.dropped, is_duplicate=True, heard=4.0)
+    for second in range(5, 60):
+        assert refused(A, now=float(second)) is None
+    assert refused(B, now=60.0 + FRESH_S) is None
+    assert refused(B, now=70.0 + FRESH_S) is None  # what A said is too old
 
 
 def test_each_peer_is_timed_separately() -> None:

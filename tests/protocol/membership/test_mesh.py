@@ -790,6 +790,18 @@ def test_a_received_removal_closes_the_link_too() -> None:
     assert LAST.node not in node.profiles
 
 
+def test_a_removal_before_a_forged_item_is_in_force_at_once() -> None:
+    node = linked(FOUNDER, LAST)
+    node.receive(LAST.node, Items((sign(LAST, PROFILE),)), 1.5)
+    forged = replace(sign(FOUNDER, PROFILE), signature=bytes(64))
+
+    actions = node.receive(FOUNDER.node, Items((removal(LAST), forged)), 2.0)
+
+    dropped = {drop.peer: drop.why for drop in only(actions, Drop)}
+    assert dropped == {FOUNDER.node: CloseReason.RULES, LAST.node: CloseReason.REMOVED}
+    assert LAST.node not in node.profiles
+
+
 def test_a_removal_verifies_no_credential_again_but_that_of_its_author() -> None:
     node = linked(FOUNDER, LAST, CLIENT)
     for key in (FOUNDER, LAST):

@@ -1,7 +1,10 @@
 """Which rings are tried, of few nodes and of many."""
 
+from itertools import pairwise
+
 import pytest
 
+from meshllm.names import NodeId, Span
 from meshllm.protocol.planning.plan import Ends, Links, Offer, PlanConstraints
 from meshllm.protocol.planning.policies import make_plan
 from tests.builders.offers import A, B, C, D, apart, model, node, offer
@@ -72,3 +75,47 @@ def test_a_client_plans_with_many_nodes(members: int | None) -> None:
     assert plan.stages[0].node == node(0)
     assert plan.rank(node(1)) is not None
     assert len(plan.stages) == members or members is None
+
+
+def fixed(order: list[int], layers: int) -> dict[NodeId, Span]:
+    """Fix consecutive spans of nodes in an order; each but the first has one layer."""
+    first = layers - len(order) + 1
+    stops = [0, *range(first, layers + 1)]
+    return {node(at): Span(*ends) for at, ends in zip(order, pairwise(stops), strict=True)}
+
+
+@pytest.mark.parametrize("count", [3, 6, 7, 12, 13])
+@pytest.mark.parametrize("ends", list(Ends))
+def test_fixed_spans_are_followed_in_whatever_order_of_nodes(count: int, ends: Ends) -> None:
+    order = [at * 5 % count + 1 for at in range(count)] if count % 5 else list(range(count, 0, -1))
+    spans = fixed(order, 20)
+    offers = [offer(node(at), 20) for at in range(count + 1)]
+    entry = node(0) if ends is Ends.CLIENT else None
+
+    plan = make_plan(
+        offers, NEAR, model(20), terms=PlanConstraints(ends=ends, entry=entry, spans=spans)
+    )
+
+    assert {stage.node: stage.span for stage in plan.stages if len(stage.span)} == spans
+
+
+@pytest.mark.parametrize("count", [5, 7, 14])
+def test_layers_between_fixed_spans_go_to_free_nodes(count: int) -> None:
+    spans = {node(0): Span(10, 20), node(1): Span(40, 60)}
+    offers = [offer(node(at), 21) for at in range(count)]
+
+    plan = make_plan(offers, NEAR, model(80), terms=PlanConstraints(spans=spans))
+
+    held = {stage.node: str(stage.span) for stage in plan.stages}
+    assert (held[node(0)], held[node(1)]) == ("10:20", "40:60")
+    assert sorted(held.values()) == ["0:10", "10:20", "20:40", "40:60", "60:80"]
+
+
+def test_no_ring_begins_at_a_node_that_cannot_be_the_entry() -> None:
+    spans = {node(0): Span(2, 4)}
+    offers = [offer(node(at), 2) for at in range(8)]
+
+    plan = make_plan(offers, NEAR, model(6), terms=PlanConstraints(spans=spans, entries=(node(5),)))
+
+    assert [str(stage.span) for stage in plan.stages] == ["0:2", "2:4", "4:6"]
+    assert [plan.stages[0].node, plan.stages[1].node] == [node(5), node(0)]

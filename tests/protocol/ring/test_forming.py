@@ -434,6 +434,16 @@ def test_a_next_rank_that_cannot_be_dialled_is_missing_after_a_while() -> None:
     assert machine.missing(1.0 + LINK_S) == B
 
 
+def test_a_next_rank_that_closes_the_link_is_not_missing_for_an_earlier_failure() -> None:
+    machine = dialing(now=1.0)
+    machine.failed("no answer", 2.0)
+    machine.expire(machine.deadline)
+    machine.dialled(7, 9.0)
+    machine.gone(7, 10.0)
+
+    assert machine.missing(1.0 + LINK_S) is None
+
+
 def test_a_node_is_missing_since_all_have_loaded_however_often_that_is_said() -> None:
     machine = dialing(now=1.0)
     machine.failed("no answer", 2.0)
