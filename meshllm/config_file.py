@@ -1,7 +1,10 @@
 """Writes the files that `meshllm.config` reads: what is set is validated, a file is replaced in one
 step."""
 
-from collections.abc import Mapping
+import fcntl
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -22,7 +25,8 @@ def put(path: Path, name: str, text: str) -> Scalar:
     """
     check_place(name, path)
     value = parse(name, text, str(path))
-    _replace(path, tomli_w.dumps({**read_file(path), name: value}))
+    with _alone(path):
+        _replace(path, tomli_w.dumps({**read_file(path), name: value}))
     return value
 
 
@@ -32,13 +36,14 @@ def drop(path: Path, name: str) -> None:
     Raises:
         UserError: the file does not set it, or cannot be read or written.
     """
-    values = read_file(path)
-    if name not in values:
-        close = get_close_matches(name, values, n=1)
-        hint = f"did you mean `{close[0]}`?" if close else "see `meshllm config show --origin`"
-        raise UserError(f"`{path}` does not set `{name}`", hint=hint)
-    del values[name]
-    _replace(path, tomli_w.dumps(values))
+    with _alone(path):
+        values = read_file(path)
+        if name not in values:
+            close = get_close_matches(name, values, n=1)
+            hint = f"did you mean `{close[0]}`?" if close else "see `meshllm config show --origin`"
+            raise UserError(f"`{path}` does not set `{name}`", hint=hint)
+        del values[name]
+        _replace(path, tomli_w.dumps(values))
 
 
 def write(path: Path, text: str) -> None:
@@ -49,6 +54,21 @@ def write(path: Path, text: str) -> None:
     """
     check_file(path, text)
     _replace(path, text)
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Keep other commands from changing the files of a folder meanwhile, if it is there."""
+    try:
+        folder = os.open(path.resolve().parent, os.O_RDONLY)
+    except OSError:  # it is made by `_replace`, or the reason why that fails
+        yield
+        return
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
 
 
 def _replace(path: Path, text: str) -> None:

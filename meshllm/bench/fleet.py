@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 import httpx2
 
 from meshllm.api.unix import SOCKET
+from meshllm.bench.targets import lines
 from meshllm.config import PREFIX
 from meshllm.errors import MeshError, TimedOut
 from meshllm.names import Quant
@@ -62,7 +63,7 @@ class Fleet:
         """
         content = request_to_json(request)
         async with self.entry.stream("POST", "/mesh/ask", content=content) as reply:
-            async for line in reply.aiter_lines():
+            async for line in lines(reply):
                 if line and isinstance(event := event_from_json(line.encode()), Answer):
                     return _whole(event, request)
         raise MeshError("The node sent no answer")

@@ -1,6 +1,6 @@
 """What a replay sends its requests to: a backend, or an OpenAI-compatible API."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
@@ -128,11 +128,22 @@ class DoorTarget:
             async with self.client.stream("POST", "completions", json=body) as response:
                 if response.is_error:
                     raise _refusal(response.status_code, await response.aread())
-                async for line in response.aiter_lines():
+                async for line in lines(response):
                     if line.startswith(_EVENT) and line != _EVENT + _DONE:
                         yield _object(line.removeprefix(_EVENT))
         except httpx2.TransportError as error:
             raise LinkLost(f"The connection was lost: {error or type(error).__name__}") from None
+
+
+async def lines(response: httpx2.Response) -> AsyncGenerator[str, None]:
+    """Yield the lines of a response, without their ends; JSON may have other separators inside."""
+    rest = b""
+    async for chunk in response.aiter_bytes():
+        *whole, rest = (rest + chunk).split(b"\n")
+        for line in whole:
+            yield line.decode().removesuffix("\r")
+    if rest:
+        yield rest.decode()
 
 
 @asynccontextmanager

@@ -105,6 +105,7 @@ class MeshClient:
         """Requests that wait until the ticket allows one more."""
         self._models: tuple[ModelStatus, ...] = ()
         self._asking = asyncio.Lock()
+        self._asked: NodeId | None = None  # the node that was asked last for the models
         self._changed = asyncio.Event()  # set by a list of models, and by the loss of a link
         self._told_at = -MODELS_S
 
@@ -148,25 +149,25 @@ class MeshClient:
         Raises:
             TimedOut: no node tells them within `ASK_S`.
         """
-        async with self._asking:
-            until = self._told_at + MODELS_S
-            if loop_time() >= until:
-                await self._ask_models()
+        try:
+            async with asyncio.timeout(ASK_S), self._asking:  # together with those before it
+                until = self._told_at + MODELS_S
+                if loop_time() >= until:
+                    await self._ask_models()
+        except TimeoutError:
+            node = self._asked
+            silent = f"node {short(node)} does not list them" if node else self.reason()
+            raise TimedOut(f"The models of the mesh are unknown: {silent}") from None
         return self._models
 
     async def _ask_models(self) -> None:
-        begin, node = loop_time(), None
-        try:
-            async with asyncio.timeout(ASK_S):
-                while self._told_at < begin:
-                    (entry,) = await self.entries()
-                    node = entry.node
-                    self._changed.clear()
-                    self.links.post(node, AskModels())
-                    await self._changed.wait()
-        except TimeoutError:
-            silent = f"node {short(node)} does not list them" if node else self.reason()
-            raise TimedOut(f"The models of the mesh are unknown: {silent}") from None
+        begin, self._asked = loop_time(), None
+        while self._told_at < begin:
+            (entry,) = await self.entries()
+            self._asked = entry.node
+            self._changed.clear()
+            self.links.post(entry.node, AskModels())
+            await self._changed.wait()
 
     async def run(self, link: SecureLink | None) -> None:
         """Run the client until cancelled, over the ``link`` to the inviter if there is one."""

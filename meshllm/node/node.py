@@ -209,7 +209,7 @@ class MeshNode:
         provide = {node for node, state in self.machine.states.items() if state.offers}
         gone = {self.me, *self.machine.removals, *provide}
         others = {*self.machine.profiles, *self.store.peers} - gone
-        if members > 1 and others:
+        if members == 1 or (members > 1 and others):
             return max(0, members - 1 - len(others))
         return max(1, members - 1)
 

@@ -97,7 +97,7 @@ def schedule(workload: Workload, requests: Sequence[Arrival] | None = None) -> S
     if requests is None:
         ranking = _by_more_draws(workload, ranking)
     best = ranking[0]
-    others = [each for each in ranking if _spans(each) != _spans(best)]
+    others = [each for each in ranking if each.mean_s < inf and not is_same_placement(each, best)]
     return Schedule(best, others[0] if others else None, by_memory, searched)
 
 
@@ -177,6 +177,11 @@ def _by_more_draws(workload: Workload, ranking: Sequence[Assessment]) -> list[As
 
 def _requests(workload: Workload, given: Sequence[Arrival] | None) -> Sequence[Arrival]:
     return sample([each.load for each in workload.models], REQUESTS) if given is None else given
+
+
+def is_same_placement(one: Assessment, other: Assessment) -> bool:
+    """Return whether two placements have the same replicas."""
+    return _spans(one) == _spans(other)
 
 
 def _spans(assessed: Assessment) -> list[tuple[object, ...]]:

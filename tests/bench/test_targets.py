@@ -69,6 +69,15 @@ async def test_what_a_server_must_not_send_is_an_error(status: int, text: str, t
         await answering(status, text).ask(ASKED, lambda: None)
 
 
+async def test_a_text_may_have_other_separators_of_lines() -> None:
+    chunk = json.dumps({"choices": [{"text": "a\u2028b\x85c"}]}, ensure_ascii=False)
+    usage = json.dumps({"choices": [], "usage": {"prompt_tokens": 2, "completion_tokens": 1}})
+
+    answer = await answering(200, f"data: {chunk}\r\n\r\ndata: {usage}").ask(ASKED, lambda: None)
+
+    assert (answer.prompt_tokens, answer.new_tokens) == (2, 1)
+
+
 async def test_a_server_need_not_tell_its_hits() -> None:
     usage: dict[str, Any] = {"prompt_tokens": 2, "completion_tokens": 5}
     details: list[dict[str, Any]] = [

@@ -300,9 +300,12 @@ def test_models_that_nobody_tells_are_unknown(run: Run, is_here: bool) -> None:
                 await a.close()
                 await asyncio.sleep(5)
             begin = asyncio.get_running_loop().time()
+            others = [asyncio.ensure_future(thin.models()) for _ in range(3)]
             with pytest.raises(TimedOut) as raised:
                 await thin.models()
             assert asyncio.get_running_loop().time() == begin + ASK_S
+            await asyncio.sleep(1)
+            assert all(isinstance(each.exception(), TimedOut) for each in others)
         why = f"node {short(a.me)} does not list them" if is_here else "no node of the mesh answers"
         assert str(raised.value) == f"The models of the mesh are unknown: {why}"
 

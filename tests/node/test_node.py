@@ -453,7 +453,9 @@ async def test_the_ticket_of_a_node_is_for_the_other_members(mesh: Mesh) -> None
     alone = await mesh.start("a")
     three = await mesh.start("b", members=3)
 
-    assert (alone.ticket_uses, three.ticket_uses) == (1, 2)
+    only = await mesh.start("c", members=1)
+
+    assert (alone.ticket_uses, three.ticket_uses, only.ticket_uses) == (1, 2, 0)
     assert [
         await each.create_ticket() and each.store.invitations()[-1].uses for each in (alone, three)
     ] == [1, 2]

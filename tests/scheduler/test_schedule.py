@@ -10,7 +10,15 @@ from meshllm.scheduler.load import Lengths, ModelLoad, sample
 from meshllm.scheduler.machine import MachineKind
 from meshllm.scheduler.options import Options
 from meshllm.scheduler.placement import ReplicaOption, ServedModel, Spread, Workload, make_option
-from meshllm.scheduler.schedule import Assessment, Schedule, assess, candidates, one_more, schedule
+from meshllm.scheduler.schedule import (
+    Assessment,
+    Schedule,
+    assess,
+    candidates,
+    is_same_placement,
+    one_more,
+    schedule,
+)
 from meshllm.scheduler.simulator import Arrival
 from tests.bench.placements import compare
 from tests.builders.meshes import (
@@ -159,6 +167,13 @@ def test_the_runner_up_is_another_placement_and_no_better(of_static: Schedule) -
     assert runner_up is not None
     assert mean_s(STATIC, best) <= mean_s(STATIC, runner_up) < inf
     assert runner_up.replicas != best.replicas
+
+
+def test_an_incomplete_placement_is_not_the_runner_up() -> None:
+    found = schedule(mesh(served(LLAMA_8B), kinds=(A100,)))
+
+    assert found.runner_up is None or found.runner_up.mean_s < inf
+    assert is_same_placement(found.best, found.proportional)
 
 
 def test_one_more_machine_of_each_kind_is_told_and_a_fast_one_helps(of_static: Schedule) -> None:

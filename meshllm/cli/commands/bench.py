@@ -1,5 +1,6 @@
 """`meshllm bench`: benchmarks of rings and of one engine, and replays of traces."""
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -15,7 +16,7 @@ from meshllm.cli.shared.options import is_given, settings, takes
 from meshllm.cli.terminal import render
 from meshllm.config import Scalar, Settings
 from meshllm.errors import MeshError, UserError
-from meshllm.local_files import hint_of
+from meshllm.local_files import hint_of, replace_text
 from meshllm.names import Quant
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ def bench(
     it names, or by `--model`. With `--nodes N` a ring in this process of `--model` answers, which
     may also be a folder or a Hugging Face name.
     """
+    _check_target(json)
     chosen = settings(flags)
     if replay is not None:
         _refuse(invocation, _NOT_OF_REPLAY, "replay")
@@ -269,9 +271,24 @@ def _check(rows: "Sequence[engine_table.EngineRow]") -> None:
         raise MeshError(f"Logits differ from those of transformers: {', '.join(wrong)}")
 
 
+def _check_target(json: Path | None) -> None:
+    """Raise `UserError` if the figures could not be written: they take long to measure."""
+    if json is None or str(json) == "-" or (json.exists() and not json.is_file()):
+        return  # a pipe or a device, or an error that writing shows
+    if not json.parent.is_dir():
+        raise UserError(f"There is no folder `{json.parent}`", hint="create it, or check the path")
+    if not os.access(json if json.exists() else json.parent, os.W_OK):
+        raise UserError(f"`{json}` cannot be written", hint="check its permissions")
+
+
 def _save(path: Path, fields: dict[str, Any]) -> None:
+    """Write the figures in one step: earlier ones stay if the disk is full."""
+    text = render.as_json(fields, indent=2) + "\n"
     try:
-        path.write_text(render.as_json(fields, indent=2) + "\n", encoding="utf-8")
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+        else:
+            replace_text(path, text)
     except OSError as error:
         raise UserError(
             f"`{path}` cannot be written: {error.strerror}", hint=hint_of(error)

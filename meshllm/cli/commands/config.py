@@ -145,6 +145,11 @@ def edit(project: Project = False) -> None:
         if edited is None:
             render.talk("nothing changed")
             return
+        if _read(path) != text:
+            raise UserError(
+                f"`{path}` was changed meanwhile; the edited text is in `{_kept(path, edited)}`",
+                hint="copy what you changed, and edit it again",
+            )
         try:
             write(path, edited)
         except UserError as error:
@@ -155,6 +160,15 @@ def edit(project: Project = False) -> None:
         else:
             render.talk(f"saved {path}")
             return
+
+
+def _kept(path: Path, text: str) -> Path:
+    """Write an edited text beside the file that it does not replace; return where."""
+    from meshllm.local_files import replace_text
+
+    place = path.with_name(f"{path.name}.edited")
+    replace_text(place, text.encode(errors=_ANY_BYTES).decode(errors="replace"))
+    return place
 
 
 def _read(path: Path) -> str | None:
@@ -217,6 +231,9 @@ def _key(name: str) -> str:
 
 
 def _warn_if_hidden(name: str, path: Path) -> None:
-    origin = load({}).origins[name]
+    try:
+        origin = load({}).origins[name]
+    except UserError:  # of another setting: what was written stands
+        return
     if origin != str(path):
         render.talk(f"note: `{origin}` sets it, too, and takes precedence")

@@ -215,7 +215,7 @@ def _cached() -> Iterator[_Installed]:
 
     try:
         repos = scan_cache_dir().repos
-    except CacheNotFound:
+    except (CacheNotFound, ValueError):  # or it is a file
         return
     for repo in sorted(repos, key=lambda repo: repo.repo_id):
         if repo.repo_type == "model":

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from urllib.parse import urlsplit
 
 from meshllm.cli.doctor.finding import Finding
+from meshllm.errors import MeshError, UserError
 from meshllm.status import NetworkStatus
 
 PORT = 7700
@@ -17,7 +18,18 @@ _ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def check_ports(transports: Sequence[str], listen: Sequence[str]) -> Iterator[Finding]:
-    """Try to bind the ports on which a node would listen."""
+    """Check the addresses of a node, and try to bind the ports on which it would listen."""
+    from meshllm.node.net.endpoints import assign_addresses, load_transports
+
+    try:
+        loaded = load_transports(transports)
+    except MeshError:  # another check says which is missing
+        loaded = ()
+    try:
+        assign_addresses(listen if loaded else (), loaded)
+    except UserError as error:
+        yield Finding("fail", "port", str(error), error.hint or "")
+        return
     for transport in transports:
         is_udp = transport in DATAGRAMS
         for address in listen:
@@ -29,7 +41,11 @@ def check_ports(transports: Sequence[str], listen: Sequence[str]) -> Iterator[Fi
 
 def check_free_port(listen: str | None, *, is_udp: bool = False) -> Finding:
     """Try to bind the port on which a node would listen."""
-    host, port = ("", PORT) if listen is None else _place(listen)
+    place = ("", PORT) if listen is None else _place(listen)
+    if place is None:
+        hint = "write it as `SCHEME://HOST:PORT`, with a port of at most 65535"
+        return Finding("fail", "port", f"Invalid address `{listen}`", hint)
+    host, port = place
     what = f"{'UDP' if is_udp else 'TCP'} port {port}"
     try:
         _bind(host if port else "", port, is_udp=is_udp)
@@ -58,7 +74,7 @@ def _bind(host: str, port: int, *, is_udp: bool) -> None:
 
 def check_listening(address: str) -> Finding:
     """Dial one of this node's listening addresses."""
-    host, port = _place(address) if "://" in address else ("", 0)
+    host, port = ("://" in address and _place(address)) or ("", 0)
     if not port or _scheme(address) in DATAGRAMS:  # no port, or UDP, which cannot be dialled
         return Finding("ok", "listening", address)
     try:
@@ -82,10 +98,11 @@ def _scheme(address: str) -> str:
     return address.partition(":")[0]
 
 
-def _place(address: str) -> tuple[str, int]:
-    """Return host and port of an address; port 0 when it has none."""
-    parts = urlsplit(address if "://" in address else f"//{address}")
+def _place(address: str) -> tuple[str, int] | None:
+    """Return host and port of an address, port 0 when it has none; None if it is invalid."""
     try:
-        return parts.hostname or "", parts.port or 0
+        parts = urlsplit(address if "://" in address else f"//{address}")
+        host, port = parts.hostname, parts.port
     except ValueError:
-        return parts.hostname or "", 0
+        return None if "://" in address else ("", 0)  # or a plain name of its transport
+    return host or "", port or 0

@@ -107,7 +107,7 @@ def serve(
 
 def _address(invocation: typer.Context, host: str, port: int, known: str | None) -> str:
     """Return where to listen: what no flag says is as in the setting, if one counts."""
-    if known is not None:
+    if known:  # empty is the default
         known_host, known_port = parse_address(known)
         host = host if is_given(invocation, "host") else known_host
         port = port if is_given(invocation, "port") else known_port
@@ -168,5 +168,5 @@ def _refuse(given: Mapping[str, Scalar], names: Iterable[str], why: str, hint: s
     """Raise `UserError` for a given setting that has no effect."""
     for name in names:
         if given.get(name) is not None:
-            flag = f"--{name.replace('_', '-')}"
+            flag = "--no-discovery" if name == "discovery" else f"--{name.replace('_', '-')}"
             raise UserError(f"`{flag}` has no effect: {why}", hint=hint)

@@ -16,10 +16,14 @@ QUANTILES = 100  # of recorded lengths
 def read_load(path: Path) -> list[TraceLine]:
     """Read the requests of a trace that a placement has to serve, at most `MAX_REQUESTS`.
 
+    Those that failed, or ended before their prompt was read, are left out.
+
     Raises:
         UserError: the trace is invalid, or too short to have a rate.
     """
-    lines = [line for line in read_trace(path) if line.finish_reason != "error"][:MAX_REQUESTS]
+    found = read_trace(path)
+    lines = [each for each in found if each.finish_reason != "error" and each.prompt_tokens]
+    lines = lines[:MAX_REQUESTS]
     if len(lines) < 2 or lines[-1].at <= lines[0].at:
         raise UserError(f"The trace `{path}` has no two requests at different times")
     return lines

@@ -32,7 +32,7 @@ from meshllm.errors import UserError
 from meshllm.model.shape import free_memory
 from meshllm.names import NODE_ID_BYTES, NodeId
 from meshllm.protocol.planning.plan import Links, LinkSpeed, ModelSizes, Offer
-from meshllm.status import MeshStatus, NodeState
+from meshllm.status import MeshStatus, NodeState, NodeStatus
 from meshllm.units import MAX_MS, parse_memory, parse_time
 
 MAX_NODES = 64
@@ -72,6 +72,8 @@ class _Node:
     layer_s: float | None
     head_s: float | None = None
     latency_s: float | None = None
+    table: tuple[tuple[int, float], ...] = ()
+    """Seconds of a layer by number of rows, if they were measured."""
 
 
 def parse_spec(text: str, shape: ModelSizes) -> Spec:
@@ -113,7 +115,8 @@ def running_spec(status: MeshStatus, shape: ModelSizes) -> Spec:
     names = _distinct({each.node: each.name or each.short for each in known})
     head_s = ring.predicted.head_ms / 1e3
     nodes = [
-        _Node(names[each.node], each.memory_bytes, layer_s.get(each.node, mean_s), head_s)
+        _measured(status, each, names[each.node])
+        or _Node(names[each.node], each.memory_bytes, layer_s.get(each.node, mean_s), head_s)
         for each in known
     ]
     after = [*ring.stages[1:], *ring.stages[:1]]
@@ -124,9 +127,22 @@ def running_spec(status: MeshStatus, shape: ModelSizes) -> Spec:
     }
     found = _spec(nodes, wires, shape)
     assumed = [each for each in found.assumed if "without a time" not in each]
-    if others := [names[each.node] for each in known if each.node not in layer_s]:
+    timed = {each.name for each in nodes if each.table}
+    others = [names[each.node] for each in known if each.node not in layer_s]
+    if others := [name for name in others if name not in timed]:
         assumed.append(f"{', '.join(others)}: as fast as the nodes of the ring")
     return replace(found, assumed=(FREE, *assumed), measured=(MEASURED,))
+
+
+def _measured(status: MeshStatus, node: NodeStatus, name: str) -> _Node | None:
+    """Describe a node by the times that it measured for the model; None if it has none."""
+    costs, model = node.costs, status.model
+    if costs is None or model is None or not costs.layer_ms:
+        return None
+    if (costs.model, costs.quant) != (model.name, model.quant):
+        return None
+    table = tuple((rows, ms / 1e3) for rows, ms in costs.layer_ms)
+    return _Node(name, node.memory_bytes, table[0][1], costs.head_ms / 1e3, table=table)
 
 
 def own_spec(shape: ModelSizes) -> Spec:
@@ -162,7 +178,7 @@ def _offer(node: _Node, node_id: NodeId, shape: ModelSizes) -> Offer:
     mean = sum(shape.layer_bytes) / shape.layers
     layer_s = mean / MEMORY_BYTES_PER_S if node.layer_s is None else node.layer_s
     head_s = layer_s * shape.head_read_bytes / mean if node.head_s is None else node.head_s
-    table = tuple((rows, layer_s * times) for rows, times in ROWS)
+    table = node.table or tuple((rows, layer_s * times) for rows, times in ROWS)
     return Offer(node_id, node.memory, table, head_s)
 
 

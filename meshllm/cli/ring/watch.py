@@ -6,6 +6,7 @@ from contextlib import aclosing, suppress
 from dataclasses import replace
 
 from meshllm.cli.shared.client import NodeClient
+from meshllm.cli.terminal import render
 from meshllm.errors import LinkLost
 from meshllm.status import PASSING_MEMORY, MeshStatus, RingStatus
 
@@ -57,6 +58,7 @@ async def _follow(client: NodeClient, show: Callable[[MeshStatus], None]) -> Non
                 async with asyncio.timeout(REFRESH_S):
                     await changed.wait()
             await asyncio.sleep(DEBOUNCE_S)
+            render.check_reader()
             changed.clear()
             show(await client.status())
 

@@ -10,7 +10,15 @@ from meshllm.cli.terminal import render
 from meshllm.names import Quant
 from meshllm.scheduler.placement import ReplicaOption
 from meshllm.scheduler.reasons import why_slower
-from meshllm.scheduler.schedule import Assessment, OneMore, Schedule, Searched, one_more, schedule
+from meshllm.scheduler.schedule import (
+    Assessment,
+    OneMore,
+    Schedule,
+    Searched,
+    is_same_placement,
+    one_more,
+    schedule,
+)
 from meshllm.scheduler.simulator import Latencies
 
 _REPLICAS = ("model", "replicas", "machines", "layers", "requests/s each", "KV tokens")
@@ -103,7 +111,7 @@ class WorkloadReport:
         return [(kind.count - use, kind.name) for kind, use in pairs if use < kind.count]
 
     def _lost(self, other: Assessment) -> str:
-        if other is self.found.best:
+        if is_same_placement(other, self.found.best):
             return "the same"
         machines = "; ".join(
             f"{self._name(option)} {count}x {self._machines(option)}"

@@ -5,6 +5,7 @@ import errno
 import json
 import logging
 import os
+import select
 import shutil
 import sys
 import textwrap
@@ -47,6 +48,18 @@ def out(text: str, end: str = "\n") -> None:
         raise SystemExit(_BROKEN_PIPE) from None
     except OSError as failure:
         raise MeshError(f"Standard output cannot be written: {failure.strerror}") from None
+
+
+def check_reader() -> None:
+    """Exit as `out` does if the reader of stdout has closed the pipe, though nothing is written."""
+    try:
+        reader = sys.stdout.fileno()
+    except (OSError, ValueError):  # it is not a file of the system
+        return
+    watch = select.poll()
+    watch.register(reader, 0)
+    if any(event & select.POLLERR for _, event in watch.poll(0)):
+        raise SystemExit(_BROKEN_PIPE)
 
 
 def put(text: str) -> None:

@@ -1,5 +1,6 @@
 """`bench`: parse, call one function, render."""
 
+import errno
 import json
 import os
 import signal
@@ -175,10 +176,36 @@ def test_json_goes_to_stdout_or_a_file(
 def test_a_file_that_cannot_be_written_is_named(meshllm: Invoke) -> None:
     result = meshllm("bench", "--json", "no/such/folder.json")
 
+    assert (result.exit_code, result.stdout) == (2, "")  # nothing is measured in vain
+    assert result.stderr.startswith("error: There is no folder `no/such`")
+
+
+def test_figures_that_cannot_be_written_are_shown(
+    meshllm: Invoke, cases: list[ring_table.RingBenchmark], tmp_path: Path
+) -> None:
+    result = meshllm("bench", "--json", str(tmp_path))
+
     assert result.exit_code == 2
-    assert "contestant" in result.stdout  # what was measured is not lost
-    assert result.stderr.startswith("error: `no/such/folder.json` cannot be written")
-    assert result.stderr.endswith("\nhint: check the path\n")
+    assert "contestant" in result.stdout
+    assert result.stderr.startswith(f"error: `{tmp_path}` cannot be written")
+
+
+def test_earlier_figures_stay_until_new_ones_are_written(
+    meshllm: Invoke,
+    cases: list[ring_table.RingBenchmark],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "old.json").write_text("{}")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fchmod", full)  # the last step before it replaces
+    result = meshllm("bench", "--json", str(tmp_path / "old.json"))
+
+    assert (result.exit_code, len(cases)) == (2, 1)
+    assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("old.json", "{}")]
 
 
 @pytest.mark.parametrize("nodes", ["", "1,", "two", "0", "1;2", "-1", "9" * 5000])

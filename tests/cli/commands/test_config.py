@@ -1,11 +1,13 @@
 import json
 import signal
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from meshllm.config import keys, load
+from meshllm.config_file import put
 from tests.cli.conftest import Invoke
 
 
@@ -138,6 +140,37 @@ def test_an_edit_that_is_not_valid_can_be_repeated(
     monkeypatch.setenv("EDITOR", _editor(home, "sed -i -e s/sead/seed/ -e 's/seed = 1/sead = 98/'"))
     assert meshllm("config", "edit", stdin="y\n").exit_code == 0
     assert user.read_text() == "# mine\nseed = 98\n"
+
+
+def test_a_file_that_changes_during_an_edit_is_not_replaced(
+    meshllm: Invoke, user: Path, monkeypatch: pytest.MonkeyPatch, home: Path
+) -> None:
+    user.parent.mkdir(parents=True)
+    user.write_text("seed = 1\n")
+    monkeypatch.setenv("EDITOR", _editor(home, f"echo 'seed = 2' > {user}; echo 'top_k = 9' >"))
+
+    result = meshllm("config", "edit")
+
+    kept = user.with_name("config.toml.edited")
+    assert (result.exit_code, f"the edited text is in `{kept}`" in result.stderr) == (2, True)
+    assert (user.read_text(), kept.read_text()) == ("seed = 2\n", "top_k = 9\n")
+
+
+def test_settings_that_are_set_at_the_same_time_are_all_kept(meshllm: Invoke, user: Path) -> None:
+    meshllm("config", "set", "seed", "1")
+    names = {"top_k": 5, "max_tokens": 9, "nodes": 2, "temperature": 0.5}
+    with ThreadPoolExecutor() as threads:
+        for name, value in names.items():
+            threads.submit(put, user, name, str(value))
+
+    assert tomllib.loads(user.read_text()) == {"seed": 1, **names}
+
+
+def test_a_setting_is_written_beside_an_invalid_one(meshllm: Invoke, user: Path) -> None:
+    user.parent.mkdir(parents=True)
+    user.write_text("foo = 1\n")
+
+    assert meshllm("config", "set", "seed", "7").exit_code == 0
 
 
 @pytest.mark.parametrize("place", [b"seed = 1 # \xe9\n", None])

@@ -35,9 +35,27 @@ def test_a_port_is_tried_at_its_host() -> None:
 
 @pytest.mark.socket
 def test_every_address_is_checked(taken: int) -> None:
-    found = netchecks.check_ports(("websocket",), ("ws://127.0.0.1:0", f"127.0.0.1:{taken}"))
+    listen = "ws://127.0.0.1:0", f"quic://127.0.0.1:{taken}"
+    found = netchecks.check_ports(("websocket", "quic"), listen)
 
-    assert [each.verdict for each in found] == ["ok", "fail"]
+    assert [each.found.partition(" ")[0] for each in found] == ["TCP", "UDP"]
+
+
+@pytest.mark.parametrize(
+    ("listen", "found"),
+    [
+        (("foo://bar",), "`foo://bar` is not an address of `websocket`"),
+        (("ws://127.0.0.1:99999",), "Invalid address `ws://127.0.0.1:99999`"),
+        (("ws://127.0.0.1:0", "127.0.0.1:0"), "are both for `websocket`"),
+    ],
+)
+def test_an_address_with_which_a_node_does_not_start_fails(
+    listen: tuple[str, ...], found: str
+) -> None:
+    (only,) = netchecks.check_ports(("websocket",), listen)
+
+    assert only.verdict == "fail"
+    assert found in only.found
 
 
 @pytest.mark.socket

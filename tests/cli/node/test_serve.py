@@ -138,7 +138,7 @@ async def test_a_setting_of_the_node_has_no_effect(tmp_path: Path) -> None:
     [
         (("--model", "fox"), "model"),
         (("--memory", "1GiB"), "memory"),
-        (("--no-discovery",), "discovery"),
+        (("--no-discovery",), "no-discovery"),
     ],
 )
 def test_a_setting_of_a_node_has_no_effect_on_a_client(

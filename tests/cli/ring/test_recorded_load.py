@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -65,7 +66,8 @@ def test_requests_keep_their_times_and_need_prefill_for_their_last_token() -> No
 
 def test_failed_requests_and_those_beyond_the_limit_are_left_out(tmp_path: Path) -> None:
     lines = [line(float(at)) for at in range(MAX_REQUESTS + 1)]
-    path = write(tmp_path / "trace.jsonl", [line(0.0, finish_reason="error"), *lines])
+    unread = replace(line(0.0, finish_reason="cancelled"), prompt_tokens=0)
+    path = write(tmp_path / "trace.jsonl", [line(0.0, finish_reason="error"), unread, *lines])
 
     assert read_load(path) == lines[:MAX_REQUESTS]
 

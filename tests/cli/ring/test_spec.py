@@ -9,6 +9,7 @@ from meshllm.cli.ring.spec import (
     MAX_NODES,
     MEASURED,
     MEMORY_BYTES_PER_S,
+    ROWS,
     parse_spec,
     read_spec,
     running_spec,
@@ -17,7 +18,7 @@ from meshllm.cli.ring.toml_fields import MAX_BYTES
 from meshllm.errors import UserError
 from meshllm.protocol.planning.plan import ModelSizes
 from meshllm.protocol.planning.policies import make_plan
-from meshllm.status import NodeState
+from meshllm.status import CostTable, NodeState
 from tests.builders.status import node_id, status_of, with_node, with_ring
 
 GIB = 1 << 30
@@ -241,6 +242,22 @@ def test_a_binary_file_is_refused(file: Path) -> None:
 
     with pytest.raises(UserError, match="Invalid TOML in"):
         read_spec(file, SHAPE)
+
+
+@pytest.mark.parametrize("quant", ["", "int8"])
+def test_the_cost_tables_of_a_running_mesh_are_used(quant: str) -> None:
+    """Those of another quantisation are not."""
+    status = status_of(2)
+    model = status.model
+    assert model
+    costs = CostTable(model.name, ((1, 2.0), (64, 3.0)), 7.0, quant)
+    status = with_node(status, 1, costs=costs)
+
+    offers = running_spec(replace(status, model=replace(model, quant="")), SHAPE).offers
+
+    assert (offers[1].layer_s == ((1, 0.002), (64, 0.003))) is (not quant)
+    assert (offers[1].head_s == pytest.approx(0.007)) is (not quant)
+    assert len(offers[0].layer_s) == len(ROWS)
 
 
 def test_a_running_mesh_is_described_by_its_predicted_times() -> None:

@@ -1,4 +1,6 @@
 import asyncio
+import os
+import sys
 from dataclasses import replace
 
 import pytest
@@ -9,6 +11,20 @@ from meshllm.errors import LinkLost
 from meshllm.status import MemoryStatus, MeshStatus, PastState
 from tests.builders.fake_client import FakeClient
 from tests.builders.status import RINGS, status_of, waiting, with_link, with_node, with_ring
+
+
+async def test_a_watch_ends_when_nobody_reads_its_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = FakeClient(monkeypatch)
+    node.statuses = [status_of(2)]
+    monkeypatch.setattr(watch, "REFRESH_S", 0.0)
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        os.close(reader)
+        with pytest.raises(SystemExit) as raised:
+            await watch.follow(client(node), lambda _: None, print)
+
+    assert raised.value.code == 141
 
 
 async def test_an_event_causes_an_early_refresh(monkeypatch: pytest.MonkeyPatch) -> None:

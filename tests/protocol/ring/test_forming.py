@@ -437,7 +437,7 @@ def test_a_next_rank_that_cannot_be_dialled_is_missing_after_a_while() -> None:
 def test_a_next_rank_that_closes_the_link_is_not_missing_for_an_earlier_failure() -> None:
     machine = dialing(now=1.0)
     machine.failed("no answer", 2.0)
-    machine.expire(machine.deadline)
+    machine.expire(8.0)
     machine.dialled(7, 9.0)
     machine.gone(7, 10.0)
 
