@@ -1,5 +1,6 @@
 """The public application on TCP: the door that OpenAI's clients use."""
 
+import asyncio
 import errno
 import os
 import socket
@@ -7,7 +8,7 @@ import ssl
 import stat
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
@@ -24,6 +25,7 @@ from meshllm.errors import UserError, cannot_listen
 from meshllm.local_files import hint_of, reason_of
 from meshllm.traces.recorder import Recorder
 
+DRAIN_S = 60.0  # s for the requests in progress when it closes, as long as a node takes
 MIN_KEY_CHARS = 16
 MAX_FILE_KEYS = 1024
 
@@ -79,11 +81,14 @@ class Door:
         """Whether others on the network can read what is sent."""
         return not (self.tls or ip_address(self.bound.getsockname()[0]).is_loopback)
 
-    async def serve(self, node: DoorPort) -> None:
-        """Serve until cancelled."""
+    async def serve(self, node: DoorPort, closing: asyncio.Event | None = None) -> None:
+        """Serve until cancelled, or until what is in progress when ``closing`` is set has ended.
+
+        That may take `DRAIN_S`.
+        """
         service = Service(node, self.accounts, self.recorder)
         owner = owner_views(node, self.accounts, self.policy)
-        await run_server(
+        server = run_server(
             public_application(service, self.policy, owner),
             self.bound,
             http=PublicProtocol,
@@ -91,6 +96,16 @@ class Door:
             ssl_certfile=self.tls.get("cert"),
             ssl_keyfile=self.tls.get("key"),
         )
+        if closing is None:
+            await server
+            return
+        async with asyncio.TaskGroup() as group:
+            serving = group.create_task(server)
+            await closing.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(DRAIN_S):
+                    await service.close()
+            serving.cancel()
 
 
 @contextmanager

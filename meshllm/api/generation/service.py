@@ -80,6 +80,9 @@ class Service:
     """All requests of an answer: the node counts those that have begun."""
     _running: Counter[str] = field(default_factory=Counter)
     _quota: ClientQuota = field(default_factory=lambda: ClientQuota("key"))
+    _is_closing: bool = False
+    _ended: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when a request ends."""
     _scopes: ScopeNames = field(default_factory=lambda: ScopeNames(os.urandom(SECRET_BYTES)))
 
     async def models(self, key: ApiKey | None) -> Sequence[ModelStatus]:
@@ -235,7 +238,13 @@ class Service:
 
     @contextmanager
     def counted(self, key: ApiKey | None) -> Iterator[None]:
-        """Count a request until the end of its answer; raise `Refused` if the key has too many."""
+        """Count a request until the end of its answer.
+
+        Raises:
+            Refused: the key has too many, or this server closes.
+        """
+        if self._is_closing:
+            raise Refused("This server is closing", LATER, hint="ask another node")
         name = key.name if key else ""
         most = key.limits.concurrency if key else None
         if most is not None and self._running[name] >= most:
@@ -248,6 +257,14 @@ class Service:
             yield
         finally:
             self._running[name] -= 1
+            self._ended.set()
+
+    async def close(self) -> None:
+        """Refuse further requests, and wait until those in progress have ended."""
+        self._is_closing = True
+        while self._running.total():
+            self._ended.clear()
+            await self._ended.wait()
 
     async def _record(self, key: ApiKey | None, model: ModelStatus, used: KeyUsage) -> None:
         if self.accounts is None:

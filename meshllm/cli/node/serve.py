@@ -1,6 +1,7 @@
 """`meshllm serve`: the API on TCP, of the running node, of one that it starts, or of a client."""
 
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,7 +16,7 @@ from meshllm.errors import UserError
 from meshllm.units import parse_address
 
 if TYPE_CHECKING:
-    from asyncio import Future
+    from asyncio import Event, Future
 
     from meshllm.cli.shared.signals import Drain
     from meshllm.protocol.trust.ticket import Ticket
@@ -65,7 +66,8 @@ def serve(
     runs a node as `meshllm node` does. stdout is the URL, the variables of OpenAI's clients and a
     `curl` command. On a loopback address no key is needed. On any other every request needs one of
     `meshllm key create`, or of `--key-file`. Ctrl-C, SIGTERM or the
-    end of its terminal closes the door.
+    end of its terminal closes the door, once the requests in progress have ended, for a minute at
+    most; the second Ctrl-C or SIGTERM exits at once.
 
     With `--join` and a ticket of `meshllm ring ticket --role client`, the mesh of the ticket
     answers: this machine holds no layers, and its keys and their usage are its own.
@@ -122,7 +124,7 @@ async def _serve_running(chosen: Settings, address: str) -> None:
     served = await client.models()
     with draining() as drain, opened_door(chosen, address) as door:
         announce(door, served)
-        await _until_signal(drain, door.serve(client))
+        await _until_signal(drain, partial(door.serve, client))
 
 
 async def _serve_mesh(chosen: Settings, ticket: "Ticket", address: str) -> None:
@@ -141,19 +143,23 @@ async def _serve_mesh(chosen: Settings, ticket: "Ticket", address: str) -> None:
                 inviter = short(ticket.inviter)
                 text = f"prompts go to the mesh of node `{inviter}`, which made the ticket"
                 tell("client", text, inviter=inviter)
-                await _until_signal(drain, door.serve(node), client.failed)
+                await _until_signal(drain, partial(door.serve, node), client.failed)
 
 
 async def _until_signal(
-    drain: "Drain", serve: Coroutine[Any, Any, None], *failures: "Future[None]"
+    drain: "Drain",
+    serve: "Callable[[Event], Coroutine[Any, Any, None]]",
+    *failures: "Future[None]",
 ) -> None:
-    """Serve until a signal, or a failure, which is raised."""
+    """Serve until a signal, which lets requests finish, or until a failure, which is raised."""
     import asyncio
 
-    serving = asyncio.ensure_future(serve)
+    closing = asyncio.Event()
+    serving = asyncio.ensure_future(serve(closing))
 
     def leave() -> None:
-        serving.cancel()
+        tell("closing", "finishing requests, then closing; Ctrl-C again exits at once")
+        closing.set()
 
     drain.leave = leave
     await asyncio.wait({serving, *failures}, return_when=asyncio.FIRST_COMPLETED)

@@ -63,6 +63,27 @@ async def test_the_running_node_is_served(tmp_path: Path) -> None:
         assert [(name, used.requests) for name, used in accounts.usage("model")] == [("builtin", 1)]
 
 
+async def test_requests_in_progress_are_finished_after_a_signal(tmp_path: Path) -> None:
+    node, state = FakeNode(waits_at=2), tmp_path / "state"
+    async with running(node, state / "door.sock"), command("--state", str(state)) as (it, lines):
+        async with httpx2.AsyncClient(timeout=None, base_url=lines[0] + "/") as client:
+            body = {"model": "builtin", "prompt": "hi"}
+            asking = asyncio.ensure_future(client.post("completions", json=body))
+            await node.begun.wait()
+            it.send_signal(signal.SIGTERM)
+            assert it.stderr is not None
+            while b"finishing requests" not in await it.stderr.readline():
+                pass
+            refused = await client.post("completions", json=body)
+            node.go.set()
+            said = await asking
+        code = await it.wait()
+
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "2")
+    assert said.json()["choices"][0]["text"] == "hello"
+    assert (code, len(node.requests)) == (0, 1)
+
+
 async def test_the_setting_is_where_the_running_node_listens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,7 +246,7 @@ async def test_a_failure_ends_the_door() -> None:
     failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     closed = asyncio.Event()
 
-    async def serve() -> None:
+    async def serve(_: asyncio.Event) -> None:
         asyncio.get_running_loop().call_soon(failed.set_exception, ZeroDivisionError("a bug"))
         try:
             await asyncio.Event().wait()
@@ -233,7 +254,7 @@ async def test_a_failure_ends_the_door() -> None:
             closed.set()
 
     with pytest.raises(ZeroDivisionError):
-        await _until_signal(Drain(None), serve(), failed)
+        await _until_signal(Drain(None), serve, failed)
     assert closed.is_set()
 
 
