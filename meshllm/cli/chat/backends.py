@@ -30,6 +30,8 @@ _RING_SETTINGS = (
 """Settings used when a ring forms; they have no effect on an existing one."""
 
 _NODE = "the node of this machine"
+ANY_MODEL = "the mesh"
+"""Shown in place of a model that the mesh of a ticket chooses."""
 
 
 def choose(
@@ -69,7 +71,7 @@ def choose(
         _announce(mesh)
     if model := flags["model"]:
         return _asking(open_ticket, str(model)), chosen, mesh
-    return open_ticket, change(chosen, {"model": "the mesh"}), mesh
+    return open_ticket, change(chosen, {"model": ANY_MODEL}), mesh
 
 
 def _running(

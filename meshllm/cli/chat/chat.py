@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshllm.cli.chat.backends import choose
+from meshllm.cli.chat.backends import ANY_MODEL, choose
 from meshllm.cli.chat.conversation import Conversation, request_of, with_system
 from meshllm.cli.chat.outlined import OptionalOutline, check_outline, mode_of, outlined
 from meshllm.cli.chat.prompt import read_prompt
@@ -133,7 +133,8 @@ def chat(
     answer = _answer_once(opener, chosen, request, mode, as_json=as_json, quiet=quiet)
     if as_json:
         seed = request.sampling.seed
-        render.dump({"model": chosen.model, **as_fields(answer), "seed": seed})
+        model = None if chosen.model == ANY_MODEL else chosen.model
+        render.dump({"model": model, **as_fields(answer), "seed": seed})
     if stats:
         render.talk(f"{render.statistics(answer)}\nseed {request.sampling.seed}")
 

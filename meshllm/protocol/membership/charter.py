@@ -384,7 +384,8 @@ def amend(
     A term that other nodes would refuse, for example too many nodes, is left out: see `differing`.
     """
     own = amendments.get(me, Amendments((), version=0))
-    versions = {name: term.version for name, (_, term) in in_force(amendments, founder).items()}
+    said = in_force(amendments, founder)
+    versions = {name: term.version for name, (_, term) in said.items()}
     after = _texts(wanted)
     changed = {
         name: Term(name, 1 + versions.get(name, 0), after.get(name, ""))
@@ -395,6 +396,9 @@ def amend(
     # An empty term of a model, which stops it, is needed only as long as another author serves it.
     others = {term.name for node, at in amendments.items() if node != me for term in at.terms}
     kept = [each for name, each in sorted(terms.items()) if each.text or name in {*others, *_TERMS}]
+    if len(kept) > MAX_TERMS:  # without models of this node that others have stopped
+        theirs = {name for name, (node, _) in said.items() if node != me} - {*changed, *_TERMS}
+        kept = [each for each in kept if each.name not in theirs]
     if not changed or len(kept) > MAX_TERMS:
         return None
     return Amendments(tuple(kept), own.version + 1)

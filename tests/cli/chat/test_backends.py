@@ -490,8 +490,10 @@ def test_a_ticket_makes_it_a_client(
 
 def test_a_client_can_ask_for_a_model(ask: Ask, thin: list[tuple[str, Path]]) -> None:
     result = ask("chat", "--join", TICKET, "--model", "fox", "--json")
+    other = ask("chat", "--join", TICKET, "--json")
 
     assert json.loads(result.stdout)["model"] == "fox"
+    assert json.loads(other.stdout)["model"] is None  # the mesh chooses it
 
 
 def test_the_mesh_of_a_ticket_is_named(ask: Ask, thin: list[tuple[str, Path]]) -> None:

@@ -414,6 +414,23 @@ def test_a_model_that_is_too_large_to_describe_is_left_out() -> None:
     assert len(differing(wanted, CHARTER)) == 1
 
 
+def test_models_that_others_have_stopped_do_not_use_up_the_terms_of_a_node() -> None:
+    served = terms(*(term_of(model(number)) for number in range(MAX_TERMS)))
+    stopped = terms(
+        *(
+            (name, version + 1, "")
+            for name, version, _ in map(term_of, map(model, range(MAX_TERMS)))
+        )
+    )
+    found = {A: served, B: stopped}
+
+    said = amend(replace(CHARTER, members=2), merge(CHARTER, found), A, found)
+
+    assert said is not None
+    assert [each.name for each in said.terms] == ["members"]
+    assert merge(CHARTER, {A: said, B: stopped}).members == 2
+
+
 def test_a_node_does_not_set_more_terms_than_others_accept() -> None:
     found = {A: terms(*((f"tariff {number}", 1, "") for number in range(MAX_TERMS)))}
     # Terms of later versions that say nothing are not needed.
