@@ -6,6 +6,7 @@ suspended, the others may have loaded and linked meanwhile: they get `LINK_S` to
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
 
@@ -23,6 +24,7 @@ from meshllm.protocol.weights.holders import missing_parts, needed_parts
 LOAD_S = 60.0  # s until a node of a plan must have loaded its span,
 LOAD_BYTES_PER_S = 10e6  # and for its bytes, from a slow disk,
 FETCH_BYTES_PER_S = 1e6  # or from other nodes over a slow network
+MOST_UNLOADS = 3  # times that a node of a plan may say that it has not loaded any more
 RENEWALS = 3  # times in a row that a check which is late is repeated
 _CHECK_S = LINK_S + 1.0  # more than the rounding error by which a timer may be early
 
@@ -64,7 +66,10 @@ class LoadWatch:
         self._call_later = call_later
         self._ring: WatchedRing | None = None
         self._plan: Plan | None = None  # the latest that was watched,
-        self._until: dict[NodeId, float] = {}  # and until when each of its nodes may load
+        self._until: dict[NodeId, float] = {}  # and until when each of its nodes may load,
+        self._limits: dict[NodeId, float] = {}  # seconds,
+        self._loaded: set[NodeId] = set()  # which had loaded when the records changed last,
+        self._unloads = Counter[NodeId]()  # and how often each has taken that back
 
     @property
     def until(self) -> float:
@@ -79,18 +84,40 @@ class LoadWatch:
         """Watch the plan in force of a ring, unless it is watched already."""
         self._ring, plan, whole = ring, ring.plan, self._machine.charter
         own = find_group(whole, group) if whole else None
-        if plan is None or plan == self._plan or own is None:
+        if plan is None or own is None:
+            return
+        if plan == self._plan:
+            self._note_unloaded(plan)
             return
         self._plan, shape = plan, own.charter.shape
-        self._until.clear()
+        for known in (self._until, self._limits, self._loaded, self._unloads):
+            known.clear()
         for stage in plan.stages:
             size = sum(shape.layer_bytes[stage.span.start : stage.span.stop]) + shape.ends_bytes
             is_slow = self._fetches(plan, stage.node, group)
-            latest_s = LOAD_S + size / (FETCH_BYTES_PER_S if is_slow else LOAD_BYTES_PER_S)
-            self._until[stage.node] = until = loop_time() + latest_s
-            if stage.node != self._machine.me:
-                self._call_later(latest_s, self._check_loaded, plan, stage.node, until)
+            bytes_per_s = FETCH_BYTES_PER_S if is_slow else LOAD_BYTES_PER_S
+            self._limits[stage.node] = LOAD_S + size / bytes_per_s
+            self._await_load(plan, stage.node)
         self._call_later(_CHECK_S, self._check_linked, plan, loop_time())
+
+    def _await_load(self, plan: Plan, node: NodeId) -> None:
+        limit_s = self._limits[node]
+        self._until[node] = until = loop_time() + limit_s
+        if node != self._machine.me:
+            self._call_later(limit_s, self._check_loaded, plan, node, until)
+
+    def _note_unloaded(self, plan: Plan) -> None:
+        """Let nodes load again that have loaded before, such as after a restart, a few times."""
+        for node in self._limits:
+            if has_loaded(self._machine, plan, node):
+                self._loaded.add(node)
+            elif node in self._loaded:
+                self._loaded.discard(node)
+                self._unloads[node] += 1
+                if self._unloads[node] <= MOST_UNLOADS:
+                    self._await_load(plan, node)
+                elif node != self._machine.me:
+                    self._report(node, "loads its layers again and again")
 
     def end(self) -> None:
         """Watch no ring; the same plan is watched again in the next one."""

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from meshllm.names import FIRST_GROUP, NodeId
-from meshllm.node.agreement.load_watch import LOAD_S, LoadWatch, is_formed
+from meshllm.node.agreement.load_watch import LOAD_S, MOST_UNLOADS, LoadWatch, is_formed
 from meshllm.protocol.membership.link_table import BEAT
 from meshllm.protocol.membership.records import StateRecord
 from meshllm.protocol.planning.plan import Plan
@@ -69,6 +69,38 @@ def test_a_plan_loads_until_its_living_nodes_have_loaded() -> None:
         case.states[STAGE] = StateRecord()
         case.machine.alive.discard(STAGE)
         assert case.watch.until == 0
+
+    run(story)
+
+
+def test_a_node_that_takes_back_that_it_has_loaded_may_load_again_in_time() -> None:
+    async def story() -> None:
+        case = Watched()
+        case.follow()
+        case.states[STAGE] = loaded()
+        case.follow()
+        await asyncio.sleep(LOAD_S + 1)
+        case.states[STAGE] = StateRecord()  # it restarts
+        case.follow()
+        await asyncio.sleep(LOAD_S - 1)
+        assert case.late == []
+        await asyncio.sleep(2)
+        assert case.late == [STAGE]
+
+    run(story)
+
+
+def test_a_node_that_takes_back_again_and_again_that_it_has_loaded_is_late() -> None:
+    async def story() -> None:
+        case = Watched()
+        case.follow()
+        for _ in range(MOST_UNLOADS + 1):
+            assert case.late == []
+            for state in (loaded(), StateRecord()):
+                case.states[STAGE] = state
+                await asyncio.sleep(1)
+                case.follow()
+        assert case.late == [STAGE]
 
     run(story)
 
