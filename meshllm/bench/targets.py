@@ -136,14 +136,17 @@ class DoorTarget:
 
 
 async def lines(response: httpx2.Response) -> AsyncGenerator[str, None]:
-    """Yield the lines of a response, without their ends; JSON may have other separators inside."""
+    """Yield the lines of a response, without their ends; JSON may have other separators inside.
+
+    Bytes that are not UTF-8 are replaced.
+    """
     rest = b""
     async for chunk in response.aiter_bytes():
         *whole, rest = (rest + chunk).split(b"\n")
         for line in whole:
-            yield line.decode().removesuffix("\r")
+            yield line.decode(errors="replace").removesuffix("\r")
     if rest:
-        yield rest.decode()
+        yield rest.decode(errors="replace")
 
 
 @asynccontextmanager

@@ -7,7 +7,7 @@ import httpx2
 import pytest
 
 from meshllm.api.app import owner_application
-from meshllm.bench.targets import BackendTarget, DoorTarget, TargetAnswer, open_door_target
+from meshllm.bench.targets import BackendTarget, DoorTarget, TargetAnswer, lines, open_door_target
 from meshllm.errors import LinkLost, MeshError, ModelError, NotAuthorised
 from meshllm.request import Event, Piece, Prefilled, Request, Sampling
 from tests.builders.fake_node import FakeNode
@@ -76,6 +76,12 @@ async def test_a_text_may_have_other_separators_of_lines() -> None:
     answer = await answering(200, f"data: {chunk}\r\n\r\ndata: {usage}").ask(ASKED, lambda: None)
 
     assert (answer.prompt_tokens, answer.new_tokens) == (2, 1)
+
+
+async def test_bytes_that_are_not_utf_8_are_replaced() -> None:
+    response = httpx2.Response(200, content=b"data: \xff\r\n\nrest \xff")
+
+    assert [each async for each in lines(response)] == ["data: \ufffd", "", "rest \ufffd"]
 
 
 async def test_a_server_need_not_tell_its_hits() -> None:
