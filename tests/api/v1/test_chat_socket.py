@@ -549,21 +549,33 @@ async def test_a_client_that_does_not_read_is_dropped(
     assert len(read) < 64
 
 
+@asynccontextmanager
+async def answered_after(
+    seconds: float,
+    door: FakeNode,
+    accounts: Accounts,
+    monkeypatch: pytest.MonkeyPatch,
+    advance: Callable[[float], None],
+) -> AsyncIterator[ClientConnection]:
+    """Open a connection that may be idle for an hour, and whose first answer takes some time."""
+    monkeypatch.setattr(chat_socket, "IDLE_S", 3600.0)
+    door.waits_at = 1
+    async with serving(door, accounts) as address, connect(address) as socket:
+        await ask(socket)
+        await door.begun.wait()
+        advance(seconds)
+        asyncio.get_running_loop().call_later(0, door.go.set)
+        assert (await until_end(socket))[-1]["type"] == "done"
+        yield socket
+
+
 async def test_an_idle_connection_ends(
     door: FakeNode,
     accounts: Accounts,
     monkeypatch: pytest.MonkeyPatch,
     advance: Callable[[float], None],
 ) -> None:
-    monkeypatch.setattr(chat_socket, "IDLE_S", 3600.0)
-    door.waits_at = 1
-    async with serving(door, accounts) as address, connect(address) as socket:
-        await ask(socket)
-        await door.begun.wait()
-        advance(3600)
-        asyncio.get_running_loop().call_later(0, door.go.set)
-        assert (await until_end(socket))[-1]["type"] == "done"
-
+    async with answered_after(3600, door, accounts, monkeypatch, advance) as socket:
         advance(1800)
         await timers_fired()
         await ask(socket)
@@ -580,15 +592,7 @@ async def test_a_connection_is_idle_since_its_last_answer(
     monkeypatch: pytest.MonkeyPatch,
     advance: Callable[[float], None],
 ) -> None:
-    monkeypatch.setattr(chat_socket, "IDLE_S", 3600.0)
-    door.waits_at = 1
-    async with serving(door, accounts) as address, connect(address) as socket:
-        await ask(socket)
-        await door.begun.wait()
-        advance(3500)
-        door.go.set()
-        assert (await until_end(socket))[-1]["type"] == "done"
-
+    async with answered_after(3500, door, accounts, monkeypatch, advance) as socket:
         advance(200)
         await timers_fired()
         await ask(socket)
