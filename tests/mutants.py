@@ -1,9 +1,9 @@
 """Mutation testing: ``python -m tests.mutants --sample 10 'meshllm.protocol.*'``.
 
-Changes one expression at a time and prints the changes that no test notices, then a table of the
-areas. mutmut makes the mutants, and runs for each of them the tests that call its function; first
-it finds out which these are, which takes minutes. It knows one source folder, so packages and
-plugins are copied into one; the checkout does not change.
+Changes one expression at a time and prints the changes that no test notices, area by area, then a
+table of the areas. mutmut makes the mutants, and runs for each of them the tests that call its
+function; first it finds out which these are, which takes minutes. It knows one source folder, so
+packages and plugins are copied into one; the checkout does not change.
 
 Constants of modules and decorated functions, thus properties, are not mutated.
 """
@@ -15,7 +15,7 @@ import sys
 import tempfile
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -74,15 +74,15 @@ TIMEOUT = {24, 36, 152, 255, -24, -9}
 """Exit codes of mutmut: the tests took too long. All others are survivors."""
 
 
-def copy_to(tree: Path, areas: Iterable[Area]) -> None:
+def copy_to(tree: Path, area: Area) -> None:
     """Copy code and tests, with all packages in one folder, and configure mutmut."""
     tree.mkdir(parents=True, exist_ok=True)
     for package in (ROOT / "meshllm", *(ROOT / "plugins").glob("meshllm_*")):
         copytree(package, tree / "src" / package.name, ignore=SPARE, dirs_exist_ok=True)
     copytree(ROOT / "tests", tree / "tests", ignore=SPARE, dirs_exist_ok=True)
     settings = SETTINGS | {
-        "only_mutate": [f"src/{pattern}" for area in areas for pattern in area.sources],
-        "pytest_add_cli_args_test_selection": [test for area in areas for test in area.tests],
+        "only_mutate": [f"src/{pattern}" for pattern in area.sources],
+        "pytest_add_cli_args_test_selection": list(area.tests),
     }
     lines = (f"{name} = {json.dumps(value)}\n" for name, value in settings.items())
     project = (ROOT / "pyproject.toml").read_text()
@@ -98,33 +98,17 @@ def mutmut(tree: Path, *arguments: str) -> str:
     ).stdout
 
 
-def results(tree: Path) -> Iterator[tuple[str, int | None]]:
-    """Yield the name of each mutant and the exit code of its tests, None before they ran."""
-    for path in sorted(tree.glob("mutants/src/**/*.meta")):
-        yield from json.loads(path.read_text())["exit_code_by_key"].items()
+def results(tree: Path) -> dict[str, int | None]:
+    """Map the name of each mutant to the exit code of its tests, None before they ran."""
+    paths = sorted(tree.glob("mutants/src/**/*.meta"))
+    each = (json.loads(path.read_text())["exit_code_by_key"] for path in paths)
+    return {name: code for codes in each for name, code in codes.items()}
 
 
-def area_of(mutant: str, areas: Mapping[str, Area]) -> str | None:
-    """Say which area the file of a mutant belongs to; ``meshllm.a.b.x_name__mutmut_1``."""
-    path = mutant.rpartition(".")[0].replace(".", "/") + ".py"
-    for name, area in areas.items():
-        if any(fnmatch(path, pattern) for pattern in area.sources):
-            return name
-    return None
-
-
-def draw(
-    mutants: Iterable[str], areas: Mapping[str, Area], most: int | None, seed: int
-) -> dict[str, list[str]]:
-    """Draw at ``most`` that many mutants of each area."""
-    found: dict[str, list[str]] = {name: [] for name in areas}
-    for mutant in mutants:
-        if name := area_of(mutant, areas):
-            found[name].append(mutant)
-    return {
-        name: random.Random(seed).sample(each, len(each) if most is None else min(most, len(each)))
-        for name, each in found.items()
-    }
+def draw(mutants: Iterable[str], patterns: Sequence[str], most: int | None, seed: int) -> list[str]:
+    """Draw at ``most`` that many of the mutants whose names match one of the patterns."""
+    found = [name for name in mutants if any(fnmatch(name, each) for each in patterns)]
+    return random.Random(seed).sample(found, len(found) if most is None else min(most, len(found)))
 
 
 def verdict(code: int | None) -> str:
@@ -134,30 +118,34 @@ def verdict(code: int | None) -> str:
     return "timeout" if code in TIMEOUT else "survived"
 
 
-def table(drawn: Mapping[str, Sequence[str]], codes: Mapping[str, int | None]) -> Iterator[str]:
-    """Yield a line for each area, and one for all."""
+def table(found: Mapping[str, Collection[int | None]]) -> Iterator[str]:
+    """Yield a line for the exit codes of each area, and one for all."""
     yield f"{'area':<10}{'mutants':>8}{'killed':>8}{'timeout':>9}{'survived':>10}{'percent':>9}"
-    whole = [mutant for mutants in drawn.values() for mutant in mutants]
-    for name, mutants in [*drawn.items(), ("all", whole)]:
-        count = Counter(verdict(codes[mutant]) for mutant in mutants)
+    whole = [code for codes in found.values() for code in codes]
+    for name, codes in [*found.items(), ("all", whole)]:
+        count = Counter(map(verdict, codes))
         figures = f"{count['killed']:>8}{count['timeout']:>9}{count['survived']:>10}"
-        share = count["survived"] / max(1, len(mutants))
-        yield f"{name:<10}{len(mutants):>8}{figures}{share:>9.1%}"
+        share = count["survived"] / max(1, len(codes))
+        yield f"{name:<10}{len(codes):>8}{figures}{share:>9.1%}"
 
 
-def survey(tree: Path, drawn: Mapping[str, Sequence[str]], jobs: Sequence[str]) -> int:
-    """Test the mutants drawn; print the survivors and the table."""
-    chosen = [mutant for mutants in drawn.values() for mutant in mutants]
-    said = mutmut(tree, "run", *jobs, *chosen)
-    codes = dict(results(tree))
-    if any(codes[name] is None for name in chosen):
-        print(said)
-        return 1
-    for name in chosen:
+def survey(tree: Path, area: str, options: Namespace) -> dict[str, int | None]:
+    """Test a sample of the mutants of an area and print the survivors; return all exit codes."""
+    jobs = [] if options.jobs is None else ["--max-children", str(options.jobs)]
+    copy_to(tree, AREAS[area])
+    print(f"{area}: making mutants and finding their tests", flush=True)
+    output = mutmut(tree, "run", *jobs, "none")
+    drawn = draw(results(tree), options.names, options.sample, options.seed)
+    print(f"{area}: testing {len(drawn)} of {len(results(tree))} mutants", flush=True)
+    if drawn:
+        output = mutmut(tree, "run", *jobs, *drawn)
+    codes = {name: results(tree)[name] for name in drawn}
+    if None in codes.values() or not results(tree):
+        raise SystemExit(output)
+    for name in drawn:
         if verdict(codes[name]) == "survived":
-            print(mutmut(tree, "show", name))
-    print("\n".join(table(drawn, codes)))
-    return 0
+            print(mutmut(tree, "show", name), flush=True)
+    return codes
 
 
 def parse(arguments: Sequence[str]) -> Namespace:
@@ -177,19 +165,11 @@ def parse(arguments: Sequence[str]) -> Namespace:
 def main(arguments: Sequence[str]) -> int:
     """Copy the code, and test a sample of its mutants."""
     options = parse(arguments)
-    areas = {name: AREAS[name] for name in options.area or AREAS}
-    jobs = [] if options.jobs is None else ["--max-children", str(options.jobs)]
     with tempfile.TemporaryDirectory() as folder:
-        tree = (options.keep or Path(folder)) / "-".join(areas)  # mutmut knows no other areas there
-        copy_to(tree, areas.values())
-        said = mutmut(tree, "run", *jobs, "none")  # makes all mutants, and finds their tests
-        mutants = (name for name, _ in results(tree))
-        wanted = [name for name in mutants if any(fnmatch(name, each) for each in options.names)]
-        drawn = draw(wanted, areas, options.sample, options.seed)
-        if not any(drawn.values()):
-            print(said, "no mutant matches", sep="\n")
-            return 1
-        return survey(tree, drawn, jobs)
+        parent = options.keep or Path(folder)
+        found = {area: survey(parent / area, area, options) for area in options.area or AREAS}
+    print("\n".join(table({area: codes.values() for area, codes in found.items()})))
+    return 0 if any(found.values()) else 1
 
 
 if __name__ == "__main__":
