@@ -114,14 +114,14 @@ def replacing(path: Path, *, prefix: str = "tmp", suffix: str = "") -> Iterator[
         OSError: it cannot be written; the path is as it was.
     """
     descriptor, name = tempfile.mkstemp(suffix, prefix, path.parent)
-    draft = Path(name)
+    fresh = Path(name)
     try:
         with os.fdopen(descriptor, "wb") as file:
             yield file
-        draft.replace(path)
+        fresh.replace(path)
     finally:
         with suppress(OSError):  # it is in its place
-            draft.unlink()
+            fresh.unlink()
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -132,11 +132,11 @@ def replace_text(path: Path, text: str) -> None:
     """
     place = Path(os.path.realpath(path))
     mode = place.stat().st_mode & 0o777 if place.exists() else 0o600
-    with replacing(place, prefix=f".{place.name}.") as draft:
-        draft.write(text.encode())
-        draft.flush()
-        os.fsync(draft.fileno())
-        os.fchmod(draft.fileno(), mode)
+    with replacing(place, prefix=f".{place.name}.") as fresh:
+        fresh.write(text.encode())
+        fresh.flush()
+        os.fsync(fresh.fileno())
+        os.fchmod(fresh.fileno(), mode)
 
 
 def try_lock(file: int) -> bool:

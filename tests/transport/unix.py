@@ -16,7 +16,7 @@ _NUMBERS = itertools.count()
 
 
 class UnixTransport:
-    """Links between processes of one machine; addresses are ``unix:PATH``."""
+    """Links over unix sockets; addresses are ``unix:PATH``, which nodes do not dial."""
 
     name: ClassVar[str] = "unix"
     schemes: ClassVar[tuple[str, ...]] = ("unix",)

@@ -1,4 +1,4 @@
-"""Prompt lookup decoding: draft tokens from earlier occurrences of the end of a text.
+"""Speculative decoding by prompt lookup: drafts from earlier occurrences of the end of a text.
 
 A text often repeats itself or an earlier one: code, tables, quotations, a question in its answer.
 The longest suffix of the text that occurred before is looked up, and what followed it there is the

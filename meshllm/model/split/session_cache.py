@@ -63,7 +63,7 @@ class SentRows:
 
 
 class SessionCache:
-    """The KV caches of one session, one for each piece of the span, and the rows it sent."""
+    """The KV cache of one session, in one part for each piece of the span, and the rows it sent."""
 
     def __init__(self, parts: Sequence[SpanCache]) -> None:
         self.parts = list(parts)

@@ -524,7 +524,7 @@ class EntryNode:
             )
 
     def _pick(self, session: SessionId, generation: Generation, job: Pick) -> None:
-        """Sample, and start the next step before the tokens are delivered."""
+        """Sample, and start the next step without waiting until the tokens are delivered."""
         # Several steps in flight keep other ranks busy; several sessions do that by themselves.
         is_lone = self._neighbours is not None and self.sessions == 1
         beside = self._steps_beside(generation)

@@ -407,7 +407,8 @@ class Generation:
     def _sample_and_verify(self, logits: Tensor, job: Pick) -> tuple[tuple[int, ...], bool]:
         """Sample from ``logits`` [1 + G, V], and accept the draft tokens that equal the samples.
 
-        The first other one is rejected, with all behind it; so is what follows the answer.
+        Speculative decoding: the first other one is rejected, with all after it, as is what follows
+        the answer.
 
         Return the tokens and whether the last one ends the answer.
         """

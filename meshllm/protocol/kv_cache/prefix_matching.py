@@ -31,7 +31,7 @@ class _Text:
 
 
 class PrefixCache(Generic[Cache]):
-    """Caches of finished sessions, with their texts on an entry; times are on one clock, in s."""
+    """The prefix cache: finished sessions, with their texts on an entry; times are in s."""
 
     def __init__(self, index: PrefixIndex, max_crop: int | None) -> None:
         """Keep what ``index`` allows; caches can be cropped by ``max_crop`` tokens, None is any."""

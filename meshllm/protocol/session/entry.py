@@ -378,7 +378,7 @@ class Entry:
         return [*self._progress(known), self._job]
 
     def _start_embed(self) -> list[Action]:
-        """Start the next Embed, if there are tokens to inject, and room in window and KV cache."""
+        """Start the next Embed, a prefill chunk or a decode step, if window and KV cache allow."""
         pos, known = self._injected, len(self._tokens)
         if pos < self._recompute:
             return self._start_recompute(pos)

@@ -156,7 +156,8 @@ class Registration:
         assert self._pending is not None
         if self._asked is None:
             self._asked = now
-        self._due = now + min(RETRY_S * 2.0 ** min(self._missed, 8), MAX_RETRY_S)
+        backoff_s = min(RETRY_S * 2.0 ** min(self._missed, 8), MAX_RETRY_S)
+        self._due = now + backoff_s
         return [SendToRelay(self._pending)]
 
     def _is_answer(self, nonce: bytes) -> bool:
