@@ -39,9 +39,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("dist", "no") != "no" and "PYTEST_XDIST_WORKER" not in os.environ:
         return
     gc.disable()  # until `_freeze`: nothing that is imported becomes garbage
-    from meshllm.model.lean import lean
+    from meshllm.model.without_compiler import without_compiler
 
-    with lean():
+    with without_compiler():
         import meshllm.model.steps.runner
         import meshllm.testing.models  # noqa: F401
         from meshllm.model.split.onemkl import warm_up_onemkl

@@ -21,7 +21,7 @@ KNOWN = {
         "torch.ops.mkldnn._linear_pointwise",
         "torch.ops.mkldnn._reorder_linear_weight",
     },
-    "meshllm/model/split/skeleton.py": {"transformers.models.auto.auto_factory._get_model_class"},
+    "meshllm/model/split/meta_model.py": {"transformers.models.auto.auto_factory._get_model_class"},
     "meshllm/model/steps/cuda_graph.py": {
         "torch.utils._python_dispatch.TorchDispatchMode",
         "torch.utils._pytree.tree_leaves",

@@ -32,8 +32,8 @@ from meshllm.errors import UserError
 from meshllm.model.device import default_threads
 from meshllm.model.files.source import Source, load_stock, resolve
 from meshllm.model.locate import BUILTIN
+from meshllm.model.split.meta_model import quiet
 from meshllm.model.split.onemkl import warm_up_onemkl
-from meshllm.model.split.skeleton import quiet
 from meshllm.model.steps.replay import STEPS_BEFORE_REPLAY
 from meshllm.model.text.tokenizer import Text
 from meshllm.names import Quant

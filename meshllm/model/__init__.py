@@ -5,11 +5,11 @@ __all__ = [
     "device",
     "hardware",
     "json_cache",
-    "lean",
     "locate",
     "pages",
     "pauses",
     "sampling",
     "shape",
     "timing",
+    "without_compiler",
 ]

@@ -23,20 +23,20 @@ from meshllm.model.files.source import Source, stored_dtype
 from meshllm.model.hardware import uncached_bytes
 from meshllm.model.json_cache import load_cached, locked, store_cached
 from meshllm.model.kernels.jit import machine
-from meshllm.model.lean import lean
-from meshllm.model.modules.exchange import exchange_modules
 from meshllm.model.modules.linear_bf16 import MOST_ROWS
+from meshllm.model.modules.replacement import replace_modules
 from meshllm.model.pages import huge_zeros
 from meshllm.model.pauses import pause
 from meshllm.model.shape import free_memory, reclaim
 from meshllm.model.split.kv_cache import SpanCache
+from meshllm.model.split.meta_model import MetaModel, Part, build, quiet, strip
 from meshllm.model.split.rope import context_of
 from meshllm.model.split.shard import Shard
-from meshllm.model.split.skeleton import Part, Skeleton, build, quiet, strip
 from meshllm.model.steps.execution import lacks_invariance
 from meshllm.model.steps.replay import STEPS_BEFORE_REPLAY
 from meshllm.model.steps.runner import Runner
 from meshllm.model.steps.trial import run_untested
+from meshllm.model.without_compiler import without_compiler
 from meshllm.names import Quant, Span
 
 ROWS = (1, 8, 16, 32, 128, 256, 1024)
@@ -198,11 +198,11 @@ def _stock_seconds(
     if not counts:  # a very short context
         return {}
     if layers is None:
-        skeleton = build(source.config, dtype)
-        sizes = _sizes(skeleton)
+        meta_model = build(source.config, dtype)
+        sizes = _sizes(meta_model)
         part = Part(_nearest(sizes), embed=False, head=False)
         shard = _random_shard(
-            skeleton, part, packed=dtype == stored_dtype(source), quant=quant, device=device
+            meta_model, part, packed=dtype == stored_dtype(source), quant=quant, device=device
         )
         few = (MOST_ROWS,) if device == CPU else ()
         layers = _Layers(Runner(shard, few, run_untested), sizes)
@@ -236,16 +236,16 @@ def _step_seconds(
 
     Stock steps are not timed.
     """
-    skeleton = build(source.config, dtype)
-    sizes, config = _sizes(skeleton), skeleton.model.config
+    meta_model = build(source.config, dtype)
+    sizes, config = _sizes(meta_model), meta_model.model.config
     mean = sum(sizes) / len(sizes)
     count = min(len(sizes), int(_affordable(_STEP_BYTES, device) / mean))
     span = Span(0, count) if count > 1 else _nearest(sizes)
     is_croppable = SpanCache(config, span).croppable
-    if not is_croppable or lacks_invariance(config, skeleton.model, device):
+    if not is_croppable or lacks_invariance(config, meta_model.model, device):
         return {}, None
     part, packed = Part(span, embed=False, head=False), dtype == stored_dtype(source)
-    shard = _random_shard(skeleton, part, packed=packed, quant=quant, device=device)
+    shard = _random_shard(meta_model, part, packed=packed, quant=quant, device=device)
     runner, cache = Runner(shard, few, run_untested), shard.new_cache()
     if not runner.is_row_invariant:
         return {}, None
@@ -282,11 +282,11 @@ def _head_seconds(
     most = max(1, _affordable(_HEAD_BYTES, device) // (int(text.hidden_size) * dtype.itemsize))
     text.vocab_size = timed = min(whole, most)
     text.pad_token_id = None  # it may be out of range
-    skeleton = build(config, dtype)
-    end = Span(skeleton.layers, skeleton.layers)
+    meta_model = build(config, dtype)
+    end = Span(meta_model.layers, meta_model.layers)
     part = Part(end, embed=False, head=True)
     shard = _random_shard(
-        skeleton, part, packed=dtype == stored_dtype(source), quant=quant, device=device
+        meta_model, part, packed=dtype == stored_dtype(source), quant=quant, device=device
     )
 
     runner = Runner(shard, (MOST_ROWS,), run_untested)
@@ -347,13 +347,13 @@ def _hidden(shard: Shard, rows: int) -> Tensor:
     return torch.ones(1, rows, width, dtype=shard.model.dtype)
 
 
-def _sizes(skeleton: Skeleton) -> list[int]:
+def _sizes(meta_model: MetaModel) -> list[int]:
     """Return the bytes of each layer."""
-    return [sum(tensor.nbytes for tensor in layer.parameters()) for layer in skeleton.parts]
+    return [sum(tensor.nbytes for tensor in layer.parameters()) for layer in meta_model.parts]
 
 
 def _random_shard(
-    skeleton: Skeleton,
+    meta_model: MetaModel,
     part: Part,
     *,
     packed: bool = False,
@@ -365,8 +365,8 @@ def _random_shard(
     On a CPU, matrices that its cache does not hold share their memory: each is read from there all
     the same.
     """
-    strip(skeleton, part)
-    model = skeleton.model
+    strip(meta_model, part)
+    model = meta_model.model
     tile = torch.randn(_TILE, generator=torch.Generator().manual_seed(0)) / 50
     own = [each for each in model.named_parameters() if each[0] not in model.all_tied_weights_keys]
     large, least = dict[torch.dtype, Tensor](), uncached_bytes()
@@ -381,7 +381,7 @@ def _random_shard(
         filled = nn.Parameter(value[: parameter.numel()].view(parameter.shape), requires_grad=False)
         filled._is_hf_initialized = True  # type: ignore[attr-defined]  # else drawn again
         setattr(model.get_submodule(owner), leaf, filled)
-    with quiet(), lean():  # the stock model makes the buffers, as on load
+    with quiet(), without_compiler():  # the stock model makes the buffers, as on load
         buffers = set(model.state_dict()) - set(
             dict(model.named_parameters(remove_duplicate=False))
         )
@@ -389,9 +389,9 @@ def _random_shard(
         model._initialize_missing_keys(False)
         model.tie_weights(recompute_mapping=False)
     model.to(device)
-    unused = skeleton.foreign(part)
-    exchange_modules(model, device, quant, skip=unused, mapped=packed and quant is Quant.NONE)
-    return Shard(skeleton, part, device, quant)
+    unused = meta_model.unused_ends(part)
+    replace_modules(model, device, quant, skip=unused, mapped=packed and quant is Quant.NONE)
+    return Shard(meta_model, part, device, quant)
 
 
 def _tiled(count: int, tile: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ that has the same version of the solver.
 from importlib.util import find_spec
 
 from meshllm.scheduler.options import Options
-from meshllm.scheduler.search import Found, Sets, fits, found_of, improving
+from meshllm.scheduler.search import ReplicaSet, Sets, fits, found_of, improving
 
 KEPT = 30
 MAX_WORK_S = 10.0
@@ -29,7 +29,7 @@ def is_installed() -> bool:
     return find_spec("ortools") is not None
 
 
-def search_by_solver(options: Options) -> list[Found]:
+def search_by_solver(options: Options) -> list[ReplicaSet]:
     """Return the best choice from the pools, with all models, as the only one; empty if none."""
     from ortools.sat.python import cp_model
 

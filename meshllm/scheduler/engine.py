@@ -89,22 +89,23 @@ class ReplicaEngine:
         *,
         room_tokens: int,
         chunk: int,
-        most_sessions: int,
-        is_merging: bool = False,
+        max_sessions: int,
+        mixes_prefill_and_decode: bool = False,
         contention: float = 1.0,
     ) -> None:
         """``cached_s`` is what each rank needs per cached token, ``room_tokens`` of all sessions,
-        of which ``most_sessions`` run at once.
+        of which ``max_sessions`` run at once.
 
-        ``is_merging`` computes the rows of a chunk and of a step together, on a ring of one. Steps
-        of all ranks at once take ``contention`` times as long: they run on one machine.
+        ``mixes_prefill_and_decode`` computes the rows of a chunk and of a step together, on a ring
+        of one. Steps of all ranks at once take ``contention`` times as long: they run on one
+        machine.
         """
         self.room_tokens = room_tokens
-        self.most_sessions = most_sessions
+        self.max_sessions = max_sessions
         self.chunk = chunk
         self._times = times
         self._cached_s = tuple(cached_s)
-        self._is_merging = is_merging
+        self._is_merging = mixes_prefill_and_decode
         self._contention = contention
         self._batches: Callable[[int], tuple[_Batch, ...]] = cache(self._all_batches)
         self.prefill: Callable[[int], Prefill] = cache(self._prefill)

@@ -37,7 +37,7 @@ class _LoadState:
     """A replica with a number of sessions running."""
 
     rate: float
-    stay_s: float
+    service_time_s: float
     """Of a request, without waiting for a place."""
 
 
@@ -50,7 +50,7 @@ class Estimate:
         self._prefilled = max(1, round(load.prompt.mean * (1 - load.cached)))
         self._answer = load.answer.mean
         fitting = int(engine.room_tokens / (self._prompt + self._answer))
-        self.places = max(1, min(engine.most_sessions, fitting))
+        self.places = max(1, min(engine.max_sessions, fitting))
         """Sessions that can run at once."""
 
     @property
@@ -58,21 +58,21 @@ class Estimate:
         """Requests per second, at most."""
         return self._states[-1].rate
 
-    def stay_s(self, rate: float) -> float:
+    def service_time_s(self, rate: float) -> float:
         """Return the mean time of a request, without waiting for a place."""
         states = self._states
         at = bisect_left(states, rate, key=lambda state: state.rate)
         if at == 0 or at == len(states):
-            return states[min(at, len(states) - 1)].stay_s
+            return states[min(at, len(states) - 1)].service_time_s
         low, high = states[at - 1], states[at]
         share = (rate - low.rate) / (high.rate - low.rate)
-        return low.stay_s + (high.stay_s - low.stay_s) * share
+        return low.service_time_s + (high.service_time_s - low.service_time_s) * share
 
     @cached_property
     def _states(self) -> list[_LoadState]:
         """List states of rising rates; the first one is that of no load."""
         counts = {1 << power for power in range(self.places.bit_length())} | {self.places}
-        found: list[_LoadState] = [_LoadState(0.0, self._state(1).stay_s)]
+        found: list[_LoadState] = [_LoadState(0.0, self._state(1).service_time_s)]
         for sessions in sorted(counts):
             state = self._state(sessions)
             if state.rate > found[-1].rate:
@@ -105,11 +105,11 @@ def mean_time(replicas: Sequence[Estimate], rate: float) -> float:
         return UNSERVED_S
     load = min(rate / capacity, _FULL)
     shares = [each.capacity / capacity for each in replicas]
-    stay_s = sum(
-        share * each.stay_s(load * each.capacity)
+    service_time_s = sum(
+        share * each.service_time_s(load * each.capacity)
         for share, each in zip(shares, replicas, strict=True)
     )
     places = sum(each.places for each in replicas)
-    wait_s = stay_s * float(load ** (sqrt(2 * (places + 1)) - 1)) / (places * (1 - load))
+    wait_s = service_time_s * float(load ** (sqrt(2 * (places + 1)) - 1)) / (places * (1 - load))
     excess = max(0.0, rate / (_FULL * capacity) - 1)
-    return min(UNSERVED_S / 2, stay_s + wait_s + excess * HORIZON_S / 2)
+    return min(UNSERVED_S / 2, service_time_s + wait_s + excess * HORIZON_S / 2)

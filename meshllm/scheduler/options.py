@@ -8,7 +8,13 @@ from itertools import islice
 from typing import Self
 
 from meshllm.scheduler.estimate import Estimate, mean_time
-from meshllm.scheduler.placement import ReplicaOption, Spread, Workload, make_option, most_layers
+from meshllm.scheduler.placement import (
+    LayerAllocation,
+    ReplicaOption,
+    Workload,
+    make_option,
+    most_layers,
+)
 
 MAX_RING = 8
 """Machines of one replica; more only add wires, as a replica needs no more than fit the model."""
@@ -133,7 +139,11 @@ class Options:
 
     def _best(self, model: int, mix: tuple[int, ...]) -> list["_Candidate"]:
         """Return the option with the most capacity, and the one with the least time if idle."""
-        spreads = (Spread.BALANCED, Spread.FASTEST) if len(set(mix)) > 1 else (Spread.BALANCED,)
+        spreads = (
+            (LayerAllocation.BALANCED, LayerAllocation.FASTEST)
+            if len(set(mix)) > 1
+            else (LayerAllocation.BALANCED,)
+        )
         load = self.workload.models[model].load
         found: list[_Candidate] = []
         for entry in sorted(set(mix)):
@@ -143,7 +153,9 @@ class Options:
                 option = make_option(self.workload, model, (entry, *others), spread)
                 if option is not None:
                     estimate = Estimate(option.engine, load)
-                    found.append(_Candidate(option, estimate.capacity, estimate.stay_s(0.0)))
+                    found.append(
+                        _Candidate(option, estimate.capacity, estimate.service_time_s(0.0))
+                    )
         if not found:
             return []
         widest = min(found, key=lambda each: (-each.capacity, each.idle_s))

@@ -31,7 +31,7 @@ from meshllm.scheduler.machine import MachineKind
 _STEP_ROWS = 8  # of a step under load, by which the spans of unequal machines are weighed
 
 
-class Spread(StrEnum):
+class LayerAllocation(StrEnum):
     """How the layers of a replica are given to its machines."""
 
     BALANCED = "balanced"
@@ -111,7 +111,7 @@ class ReplicaOption:
 
 
 def make_option(
-    workload: Workload, model: int, machines: Sequence[int], spread: Spread
+    workload: Workload, model: int, machines: Sequence[int], spread: LayerAllocation
 ) -> ReplicaOption | None:
     """Make a replica of the machines of these kinds, the entry first; None if it does not fit."""
     order = _tour(workload, machines)
@@ -189,8 +189,8 @@ def _engine(
         ],
         room_tokens=min(rooms),
         chunk=times.best_pace(round(served.load.prompt.mean), others=1).chunk,
-        most_sessions=MOST_PROVIDER_SESSIONS if is_provider else times.best_sessions,
-        is_merging=is_provider,
+        max_sessions=MOST_PROVIDER_SESSIONS if is_provider else times.best_sessions,
+        mixes_prefill_and_decode=is_provider,
     )
 
 
@@ -201,7 +201,7 @@ def _tour(workload: Workload, machines: Sequence[int]) -> tuple[int, ...]:
 
 
 def _allot(
-    served: ServedModel, offers: Sequence[Offer], rooms: Sequence[int], spread: Spread
+    served: ServedModel, offers: Sequence[Offer], rooms: Sequence[int], spread: LayerAllocation
 ) -> list[int] | None:
     """Return how many layers each machine gets, one at least; None if they do not fit."""
     sizes = served.sizes
@@ -218,9 +218,9 @@ def _allot(
 
     def after(at: int) -> float:
         """Return how bad it is to give a machine one layer more."""
-        if spread is Spread.BALANCED:
+        if spread is LayerAllocation.BALANCED:
             return works[at] * (counts[at] + 1) + (0.0 if at else head_s)
-        if spread is Spread.FASTEST:
+        if spread is LayerAllocation.FASTEST:
             return works[at]
         return counts[at] - sizes.layers * rooms[at] / total
 

@@ -6,7 +6,7 @@ proportion to memory. It is given the best chance: models that barely fit are pl
 
 from collections.abc import Sequence
 
-from meshllm.scheduler.placement import ReplicaOption, Spread, Workload, make_option
+from meshllm.scheduler.placement import LayerAllocation, ReplicaOption, Workload, make_option
 
 
 def memory_proportional(workload: Workload) -> list[ReplicaOption]:
@@ -39,7 +39,7 @@ def _fewest(workload: Workload, model: int, free: Sequence[int]) -> list[int] | 
     """Return the fewest of the largest free machines that hold a model; None if they do not."""
     able = [kind for kind in free if workload.may_hold(kind, model)]
     for count in range(1, len(able) + 1):
-        if make_option(workload, model, able[:count], Spread.PROPORTIONAL) is not None:
+        if make_option(workload, model, able[:count], LayerAllocation.PROPORTIONAL) is not None:
             return able[:count]
     return None
 
@@ -51,10 +51,10 @@ def _rings(workload: Workload, model: int, machines: Sequence[int]) -> list[Repl
         return []
     rest = list(machines[len(first) :])
     if _fewest(workload, model, rest) is None:
-        whole = make_option(workload, model, machines, Spread.PROPORTIONAL)
-        ring = whole or make_option(workload, model, first, Spread.PROPORTIONAL)
+        whole = make_option(workload, model, machines, LayerAllocation.PROPORTIONAL)
+        ring = whole or make_option(workload, model, first, LayerAllocation.PROPORTIONAL)
         return [ring] if ring is not None else []
-    ring = make_option(workload, model, first, Spread.PROPORTIONAL)
+    ring = make_option(workload, model, first, LayerAllocation.PROPORTIONAL)
     return [*([ring] if ring is not None else []), *_rings(workload, model, rest)]
 
 

@@ -12,7 +12,7 @@ from meshllm.scheduler.load import sample
 from meshllm.scheduler.options import Options
 from meshllm.scheduler.placement import ReplicaOption, Workload
 from meshllm.scheduler.proportional import memory_proportional
-from meshllm.scheduler.search import Found, fill, improve, order, search
+from meshllm.scheduler.search import ReplicaSet, fill, improve, order, search
 from meshllm.scheduler.simulator import Arrival, Latencies, SimulatedReplica, simulate
 
 REQUESTS = 4000
@@ -26,7 +26,7 @@ _FINALISTS = 6
 _NEAR = 1.25  # times the mean time of the best one, by one draw
 
 
-class Searched(StrEnum):
+class SearchMethod(StrEnum):
     """How placements were found, on which depends whether another machine finds the same."""
 
     EXACT = "exact"
@@ -74,11 +74,11 @@ class Schedule:
     """The best one that lacks a replica of the chosen one; None if there is no other."""
     proportional: Assessment
     """The placement by memory alone."""
-    searched: Searched
+    searched: SearchMethod
 
 
 def schedule(workload: Workload, requests: Sequence[Arrival] | None = None) -> Schedule:
-    """Choose a placement; the same on machines that search in the same way, see `Searched`.
+    """Choose a placement; the same on machines that search in the same way, see `SearchMethod`.
 
     Requests, in order of time, are drawn from the loads of the models if none are given.
 
@@ -120,17 +120,17 @@ def one_more(
     return found
 
 
-def candidates(options: Options) -> tuple[list[Found], Searched]:
+def candidates(options: Options) -> tuple[list[ReplicaSet], SearchMethod]:
     """Search for good placements, the best one first; by the solver too where it is installed."""
     found, is_exact = search(options)
     if is_exact:
-        return found, Searched.EXACT
+        return found, SearchMethod.EXACT
     if not is_installed():
-        return found, Searched.LOCAL
-    return sorted([*found, *search_by_solver(options)], key=order), Searched.SOLVER
+        return found, SearchMethod.LOCAL
+    return sorted([*found, *search_by_solver(options)], key=order), SearchMethod.SOLVER
 
 
-def finalists(options: Options, found: Sequence[Found]) -> list[Found]:
+def finalists(options: Options, found: Sequence[ReplicaSet]) -> list[ReplicaSet]:
     """Return the best of these placements, and the best ones without one of its replicas."""
     best, *others = found
     for at in sorted(set(best.chosen)):
@@ -190,10 +190,10 @@ def _spans(assessed: Assessment) -> list[tuple[object, ...]]:
 
 def _refusal(workload: Workload, options: Options) -> ModelError:
     names = workload.names
-    homeless = [f"`{name}`" for model, name in enumerate(names) if not options.of(model)]
-    if homeless:
+    unplaceable = [f"`{name}`" for model, name in enumerate(names) if not options.of(model)]
+    if unplaceable:
         return ModelError(
-            f"No set of machines holds {', '.join(homeless)} with its longest session"
+            f"No set of machines holds {', '.join(unplaceable)} with its longest session"
         )
     return ModelError(
         f"The machines do not hold all {len(names)} models at once",

@@ -35,7 +35,7 @@ Sets: TypeAlias = dict[Uses, tuple[float, tuple[int, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ReplicaSet:
     """A set of replicas."""
 
     mean_s: float
@@ -44,13 +44,13 @@ class Found:
     """Places of the replicas in `Options.all`, in ascending order."""
 
 
-def search(options: Options) -> tuple[list[Found], bool]:
+def search(options: Options) -> tuple[list[ReplicaSet], bool]:
     """Return good sets of replicas, the best one first, and whether all sets were compared."""
     found = search_exactly(options)
     return (found, True) if found else (search_locally(options), False)
 
 
-def search_exactly(options: Options) -> list[Found]:
+def search_exactly(options: Options) -> list[ReplicaSet]:
     """Return the best set of replicas as the only one; empty if there are too many to try."""
     counts = options.workload.counts
     shared: Sets = {(0,) * len(counts): (0.0, ())}
@@ -66,7 +66,7 @@ def search_exactly(options: Options) -> list[Found]:
     return [found_of(options, chosen)]
 
 
-def search_locally(options: Options) -> list[Found]:
+def search_locally(options: Options) -> list[ReplicaSet]:
     """Return sets of replicas that no small change improves, and those on the way to them."""
     models = range(len(options.workload.models))
     starts = [(), *((at,) for model in models for at in options.of(model))]
@@ -95,7 +95,7 @@ def fill(options: Options, chosen: tuple[int, ...]) -> tuple[int, ...]:
         chosen = (*chosen, -at)
 
 
-def improve(options: Options, chosen: tuple[int, ...]) -> list[Found]:
+def improve(options: Options, chosen: tuple[int, ...]) -> list[ReplicaSet]:
     """Replace replicas while that helps; return all sets on the way, of which the last is best."""
     way = [found_of(options, chosen)]
     starts = _starts(options, chosen)
@@ -170,15 +170,15 @@ def _share(
     return improving(grown)
 
 
-def order(found: Found) -> tuple[float, tuple[int, ...]]:
+def order(found: ReplicaSet) -> tuple[float, tuple[int, ...]]:
     """Return what to sort by: the fastest first, ties by number."""
     return found.mean_s, found.chosen
 
 
-def found_of(options: Options, chosen: tuple[int, ...]) -> Found:
+def found_of(options: Options, chosen: tuple[int, ...]) -> ReplicaSet:
     """Describe a set of replicas."""
     chosen = tuple(sorted(chosen))
-    return Found(options.mean_s(chosen), chosen)
+    return ReplicaSet(options.mean_s(chosen), chosen)
 
 
 def _free(options: Options, chosen: Sequence[int]) -> Uses:

@@ -263,7 +263,7 @@ class _ReplicaQueue:
     def _plan(self) -> None:
         """Start the next prefill, and set speeds and the time of the next event."""
         engine, sessions = self.replica.engine, len(self._running)
-        if self._prefilling is None and self._waiting and self._active < engine.most_sessions:
+        if self._prefilling is None and self._waiting and self._active < engine.max_sessions:
             self._admit(engine)
         prefill = self._prefilling[1] if self._prefilling is not None else None
         last = self._draining[0][2] if self._draining else None

@@ -6,7 +6,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from meshllm.errors import LinkLost
-from meshllm.transport.contract import MAX_MESSAGE_BYTES, Channel, Gathers, ImmediateSender, Link
+from meshllm.transport.contract import (
+    MAX_MESSAGE_BYTES,
+    Channel,
+    ImmediateSender,
+    Link,
+    SupportsBatchedSend,
+)
 
 CONTROL, DATA = Channel
 CHUNK_BYTES = 64 * 1024
@@ -109,7 +115,7 @@ async def _a_message_too_long_is_refused(a: Link, b: Link, _: Terms) -> None:
 
 
 async def _offers_may_be_sent_together(a: Link, b: Link, terms: Terms) -> None:
-    if not isinstance(a, ImmediateSender) or not isinstance(a, Gathers):
+    if not isinstance(a, ImmediateSender) or not isinstance(a, SupportsBatchedSend):
         return
     messages = [bytes([number]) * number for number in range(40)]
     with a.together():

@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM
 
 from meshllm.model.files.source import Source, load_stock, open_folder
 from meshllm.model.parity.families import read_table, tiny_config
+from meshllm.model.split.meta_model import quiet
 from meshllm.model.split.onemkl import warm_up_onemkl
-from meshllm.model.split.skeleton import quiet
 
 
 def tiny_model(

@@ -111,7 +111,7 @@ class ImmediateSender(Protocol):
 
 
 @runtime_checkable
-class Gathers(Protocol):
+class SupportsBatchedSend(Protocol):
     """Optional for a link: sending several messages together."""
 
     def together(self) -> AbstractContextManager[None]:
@@ -123,7 +123,7 @@ class Gathers(Protocol):
 
 
 @runtime_checkable
-class Guarded(Protocol):
+class SupportsUnreadLimit(Protocol):
     """Optional for a link: a limit on unread data of an unauthenticated peer."""
 
     def limit_unread(self, size: int | None) -> None:
@@ -135,7 +135,7 @@ class Guarded(Protocol):
 
 
 @runtime_checkable
-class Known(Protocol):
+class HasPeerKey(Protocol):
     """Optional for a link: the peer's key, if the transport itself has authenticated the peer."""
 
     @property
@@ -145,7 +145,7 @@ class Known(Protocol):
 
 
 @runtime_checkable
-class Located(Protocol):
+class HasPeerHost(Protocol):
     """Optional for a link: where the peer is."""
 
     @property
@@ -173,7 +173,7 @@ class Listener(Protocol):
 
 
 @runtime_checkable
-class Moving(Protocol):
+class NotifiesAddressChange(Protocol):
     """Optional for a listener: a notification when its `addresses` change."""
 
     def on_change(self, callback: Callable[[], None]) -> None:
@@ -182,7 +182,7 @@ class Moving(Protocol):
 
 
 @runtime_checkable
-class Reserving(Protocol):
+class ReservesHandshakeSlots(Protocol):
     """Optional for a listener: places among unauthenticated peers that strangers do not take."""
 
     def reserve(self, hosts: Sequence[str]) -> None:
@@ -226,7 +226,7 @@ class Transport(Protocol):
 
 
 @runtime_checkable
-class Identified(Protocol):
+class SupportsIdentity(Protocol):
     """Optional for a transport: authentication of this node to its peers."""
 
     def identify(self, seed: bytes) -> None:
@@ -238,7 +238,7 @@ class Identified(Protocol):
 
 
 @runtime_checkable
-class DialsHosts(Protocol):
+class SupportsDialHosts(Protocol):
     """Optional for a transport: dialling IP addresses of a name that were looked up and checked."""
 
     async def dial_hosts(self, address: str, hosts: Sequence[str]) -> Link:
@@ -247,7 +247,7 @@ class DialsHosts(Protocol):
 
 
 @runtime_checkable
-class Relaying(Protocol):
+class SupportsRelays(Protocol):
     """Optional for a transport: listeners that are reachable through relays."""
 
     def add_relay(self, address: str) -> None:
@@ -274,7 +274,7 @@ class Network:
 
 
 @runtime_checkable
-class Surveying(Protocol):
+class SupportsNatDetection(Protocol):
     """Optional for a transport: detection of the NAT and of relays."""
 
     def survey(self) -> Network | None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from meshllm.transport.contract import Gathers, Link
+from meshllm.transport.contract import Link, SupportsBatchedSend
 
 MOST_BYTES = 64 * 1024
 """Of what is gathered: more gains nothing by another copy."""
@@ -11,7 +11,7 @@ MOST_BYTES = 64 * 1024
 
 def together(link: Link) -> AbstractContextManager[None]:
     """Send what is offered to a link inside the context together, if the link can do that."""
-    return link.together() if isinstance(link, Gathers) else nullcontext()
+    return link.together() if isinstance(link, SupportsBatchedSend) else nullcontext()
 
 
 class Gathering:

@@ -47,7 +47,7 @@ class LanedLink:
 
     def __init__(self, wire: Wire, address: str) -> None:
         self.peer_host = ""
-        """The IP address of the peer, see `meshllm.transport.contract.Located`."""
+        """The IP address of the peer, see `meshllm.transport.contract.HasPeerHost`."""
         self._wire = wire
         self._address = address
         self._outgoing = Outgoing()

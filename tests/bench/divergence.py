@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from meshllm.bench.ring_table import DIMENSIONS
 from meshllm.model.modules.quantise import quantise
+from meshllm.model.split.meta_model import quiet
 from meshllm.model.split.onemkl import warm_up_onemkl
-from meshllm.model.split.skeleton import quiet
 from meshllm.names import Quant
 from tests.bench.quality import KINDS, WIRE, send_quantised
 from tests.bench.report import Report, parser_of

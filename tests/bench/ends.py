@@ -19,7 +19,7 @@ from meshllm.protocol.trust.credential import Credential, Removals, found
 from meshllm.protocol.trust.handshake import Own, Purpose
 from meshllm.protocol.trust.identity import NodeKey
 from meshllm.protocol.trust.ticket import TicketProof
-from meshllm.transport.contract import Buffer, Identified, Link, Transport
+from meshllm.transport.contract import Buffer, Link, SupportsIdentity, Transport
 from meshllm.transport.registry import Registry
 
 HEADER_BYTES = 64
@@ -135,7 +135,7 @@ async def open_link(name: str, ground: Ground) -> AsyncIterator[tuple[End, End]]
 
 def _load(name: str) -> Transport:
     transport = Registry.discover().load(name)
-    if isinstance(transport, Identified):
+    if isinstance(transport, SupportsIdentity):
         transport.identify(SEED)
     return transport
 

@@ -23,7 +23,7 @@ from meshllm.model.parity.check import verify
 from meshllm.model.parity.compare import Depth, describe, measure
 from meshllm.model.parity.families import FamilyTable, read_table, text_types, tiny_config
 from meshllm.model.parity.verdict import Verdict, measured_verdicts
-from meshllm.model.split.anatomy import PROBE_ERRORS
+from meshllm.model.split.structure import PROBE_ERRORS
 from tests.builders.odd_shapes import ODD_SHAPES, odd_model
 
 FULL = Depth(

@@ -21,7 +21,7 @@ import torch
 
 from meshllm.bench.ring_table import DIMENSIONS
 from meshllm.model.files.source import open_folder
-from meshllm.model.split.skeleton import Part, quiet
+from meshllm.model.split.meta_model import Part, quiet
 from meshllm.model.steps.load import load_shard
 from meshllm.names import Span
 from tests.bench.report import Report, parser_of

@@ -111,7 +111,7 @@ async def measure(
     async with open_fleet(case.source.folder, nodes, 1, quant) as fleet:
         status = from_json(MeshStatus, (await fleet.entry.get("/mesh/status")).json())
         speed = speed_now(case.source, quant)
-        sent = engine_of(status, case, quant, speed, slowed).most_sessions
+        sent = engine_of(status, case, quant, speed, slowed).max_sessions
         await warm_up(fleet, case, sent)
         for number, share in enumerate(case.shares, start=1):
             engine = engine_of(status, case, quant, speed, slowed)
@@ -221,7 +221,7 @@ def engine_of(
         [len(stage.layers) * cached_s(sizes, speed) for stage in stages],
         room_tokens=min(rooms),
         chunk=times.best_pace(case.prompt, others=1).chunk,
-        most_sessions=times.best_sessions,
+        max_sessions=times.best_sessions,
         contention=slowed,
     )
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from meshllm.model.modules.quantise import quantise
+from meshllm.model.split.meta_model import quiet
 from meshllm.model.split.onemkl import warm_up_onemkl
-from meshllm.model.split.skeleton import quiet
 from meshllm.model.wire.payload import from_payload, to_payload
 from meshllm.names import Quant
 from tests.builtin.score import MAX_TOKENS, WEIGHTS, Case, Message, Result, evaluate, load

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from meshllm.scheduler.estimate import Estimate
 from meshllm.scheduler.load import sample
-from meshllm.scheduler.placement import Spread, make_option
+from meshllm.scheduler.placement import LayerAllocation, make_option
 from meshllm.scheduler.simulator import SimulatedReplica, simulate
 from tests.bench.report import Report, parser_of
 from tests.builders.meshes import A100, CHAT, LLAMA_8B, mesh, served
@@ -33,7 +33,7 @@ class Simulated:
 def measure(name: str, machines: int, requests: int, *, provider: bool = False) -> Simulated:
     """Simulate requests on equal replicas."""
     where = mesh(served(LLAMA_8B), kinds=(replace(A100, is_provider=provider),))
-    option = make_option(where, 0, (0,) * machines, Spread.BALANCED)
+    option = make_option(where, 0, (0,) * machines, LayerAllocation.BALANCED)
     assert option is not None
     rate = SHARE * REPLICAS * Estimate(option.engine, CHAT).capacity
     asked = sample([replace(CHAT, rate=rate)], requests)

@@ -37,8 +37,8 @@ def engine(
         [cached_s / ranks] * ranks,
         room_tokens=room,
         chunk=chunk,
-        most_sessions=most,
-        is_merging=merging,
+        max_sessions=most,
+        mixes_prefill_and_decode=merging,
         contention=contention,
     )
 

@@ -294,7 +294,8 @@ def test_all_of_a_part_is_on_its_device(
 def test_only_the_cpu_has_another_layout(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     replaced: list[object] = []
     monkeypatch.setattr(
-        "meshllm.model.modules.exchange.replace_linears", lambda model, **_: replaced.append(model)
+        "meshllm.model.modules.replacement.replace_linears",
+        lambda model, **_: replaced.append(model),
     )
 
     load(source, GPU)

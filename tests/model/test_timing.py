@@ -19,8 +19,8 @@ from meshllm.model.device import CPU
 from meshllm.model.files.source import Source, open_folder
 from meshllm.model.pauses import pausing
 from meshllm.model.shape import free_memory
+from meshllm.model.split.meta_model import MetaModel, Part, build
 from meshllm.model.split.shard import Shard
-from meshllm.model.split.skeleton import Part, Skeleton, build
 from meshllm.model.steps.cuda_graph import Graph
 from meshllm.model.steps.replay import STEPS_BEFORE_REPLAY
 from meshllm.model.steps.runner import Runner
@@ -51,9 +51,9 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> list[Span]:
     """Collect the spans of the shards that are made."""
     random_shard, found = module._random_shard, list[Span]()
 
-    def making(skeleton: Skeleton, part: Part, **options: Any) -> Shard:
+    def making(meta_model: MetaModel, part: Part, **options: Any) -> Shard:
         found.append(part.span)
-        return random_shard(skeleton, part, **options)
+        return random_shard(meta_model, part, **options)
 
     monkeypatch.setattr(module, "_random_shard", making)
     return found
@@ -164,9 +164,9 @@ def test_quantised_weights_are_timed(tmp_path: Path, quant: Quant) -> None:
 
 def test_random_weights_are_plausible(source: Source) -> None:
     # Infinities and denormals take longer, and equal rows choose the same expert.
-    skeleton = build(source.config, torch.bfloat16)
+    meta_model = build(source.config, torch.bfloat16)
     part = Part(Span(6, 6), embed=False, head=True)
-    shard = module._random_shard(skeleton, part)
+    shard = module._random_shard(meta_model, part)
 
     logits = shard.forward(torch.ones(1, 2, 64, dtype=torch.bfloat16), shard.new_cache())
 
@@ -179,9 +179,9 @@ def test_matrices_that_no_cache_holds_share_their_memory(
     source: Source, monkeypatch: pytest.MonkeyPatch, *, is_large: bool
 ) -> None:
     monkeypatch.setattr(module, "uncached_bytes", lambda: 1 if is_large else 1 << 30)
-    skeleton = build(source.config, torch.float32)
+    meta_model = build(source.config, torch.float32)
 
-    shard = module._random_shard(skeleton, Part(Span(0, 1), embed=False, head=False))
+    shard = module._random_shard(meta_model, Part(Span(0, 1), embed=False, head=False))
 
     weights = [each.data_ptr() for each in shard.layer(0).parameters()]
     assert len(weights) > 2

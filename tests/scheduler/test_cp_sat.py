@@ -5,8 +5,8 @@ import pytest
 from meshllm.scheduler import cp_sat, schedule
 from meshllm.scheduler.cp_sat import is_installed, pool_of, search_by_solver
 from meshllm.scheduler.options import Options
-from meshllm.scheduler.schedule import Searched, candidates, finalists
-from meshllm.scheduler.search import Found, search, search_exactly, search_locally
+from meshllm.scheduler.schedule import SearchMethod, candidates, finalists
+from meshllm.scheduler.search import ReplicaSet, search, search_exactly, search_locally
 from tests.builders.meshes import A100, LLAMA_8B, LLAMA_13B, mesh, random_mesh, served
 
 needs_solver = pytest.mark.skipif(not is_installed(), reason="needs `meshllm[plan]`")
@@ -41,20 +41,20 @@ def test_what_the_solver_finds_is_among_the_finalists(monkeypatch: pytest.Monkey
     options = Options(random_mesh(29))
     assert search_exactly(options) == []
     known = search(options)[0][0]
-    better = Found(known.mean_s / 2, known.chosen[:-1])
+    better = ReplicaSet(known.mean_s / 2, known.chosen[:-1])
     monkeypatch.setattr(schedule, "is_installed", lambda: True)
     monkeypatch.setattr(schedule, "search_by_solver", lambda _: [better])
 
     found, searched = candidates(options)
     assert finalists(options, found)[0] == better
-    assert searched is Searched.SOLVER
+    assert searched is SearchMethod.SOLVER
 
 
 def test_a_local_search_says_that_no_solver_took_part(monkeypatch: pytest.MonkeyPatch) -> None:
     options = Options(random_mesh(29))
     monkeypatch.setattr(schedule, "is_installed", lambda: False)
 
-    assert candidates(options) == (search_locally(Options(random_mesh(29))), Searched.LOCAL)
+    assert candidates(options) == (search_locally(Options(random_mesh(29))), SearchMethod.LOCAL)
 
 
 @pytest.mark.parametrize("is_installed", [False, True])
@@ -64,7 +64,7 @@ def test_an_exact_search_needs_no_solver(
     options = Options(random_mesh(0, kinds=2, count=2, models=2))
     monkeypatch.setattr(schedule, "is_installed", lambda: is_installed)
 
-    assert candidates(options) == (search_exactly(options), Searched.EXACT)
+    assert candidates(options) == (search_exactly(options), SearchMethod.EXACT)
 
 
 @needs_solver

@@ -6,7 +6,7 @@ import pytest
 
 from meshllm.scheduler.estimate import HORIZON_S, UNSERVED_S, Estimate, mean_time
 from meshllm.scheduler.load import Lengths, ModelLoad, sample
-from meshllm.scheduler.placement import Spread, make_option
+from meshllm.scheduler.placement import LayerAllocation, make_option
 from meshllm.scheduler.simulator import SimulatedReplica, simulate
 from tests.builders.meshes import A100, CHAT, GH200, KINDS, LLAMA_8B, LLAMA_70B, mesh, served
 
@@ -22,7 +22,7 @@ CASES = {
 @pytest.mark.parametrize("share", [0.1, 0.4, 0.7])
 def test_it_agrees_with_the_simulator(case: str, share: float) -> None:
     where, machines = CASES[case]
-    option = make_option(where, 0, machines, Spread.BALANCED)
+    option = make_option(where, 0, machines, LayerAllocation.BALANCED)
     assert option is not None
     estimate = Estimate(option.engine, CHAT)
     load = replace(CHAT, rate=share * estimate.capacity)
@@ -35,7 +35,7 @@ def test_it_agrees_with_the_simulator(case: str, share: float) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_its_capacity_is_where_queues_start_to_grow(case: str) -> None:
     where, machines = CASES[case]
-    option = make_option(where, 0, machines, Spread.BALANCED)
+    option = make_option(where, 0, machines, LayerAllocation.BALANCED)
     assert option is not None
     capacity = Estimate(option.engine, CHAT).capacity
 
@@ -49,7 +49,7 @@ def test_its_capacity_is_where_queues_start_to_grow(case: str) -> None:
 
 
 def test_an_overload_waits_in_proportion_to_its_excess() -> None:
-    option = make_option(mesh(served(LLAMA_8B)), 0, (0,), Spread.BALANCED)
+    option = make_option(mesh(served(LLAMA_8B)), 0, (0,), LayerAllocation.BALANCED)
     assert option is not None
     one = Estimate(option.engine, CHAT)
 
@@ -65,10 +65,10 @@ def test_a_model_without_replicas_is_worse_than_any_queue() -> None:
 def test_answers_of_one_token_take_no_time_beside_prefill() -> None:
     model = replace(LLAMA_8B, experts=64, active_experts=2, intermediate=1024)
     where = mesh(served(model), kinds=(replace(A100, is_provider=True),))
-    option = make_option(where, 0, (0,), Spread.BALANCED)
+    option = make_option(where, 0, (0,), LayerAllocation.BALANCED)
     assert option is not None
     load = ModelLoad(1.0, Lengths((512,)), Lengths((1,)), cached=0.98)
 
     estimate = Estimate(option.engine, load)
 
-    assert 0 < estimate.stay_s(estimate.capacity) < UNSERVED_S
+    assert 0 < estimate.service_time_s(estimate.capacity) < UNSERVED_S

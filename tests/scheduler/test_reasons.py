@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from meshllm.scheduler.load import sample
-from meshllm.scheduler.placement import ReplicaOption, Spread, Workload, make_option
+from meshllm.scheduler.placement import LayerAllocation, ReplicaOption, Workload, make_option
 from meshllm.scheduler.reasons import why_slower
 from meshllm.scheduler.schedule import Assessment, assess
 from tests.builders.meshes import A100, GH200, LLAMA_8B, LLAMA_70B, mesh, served
@@ -12,7 +12,7 @@ BOTH = mesh(served(LLAMA_8B, 3.0), served(LLAMA_70B, 0.1), kinds=(A100, GH200))
 
 
 def option(model: int, *machines: int) -> ReplicaOption:
-    found = make_option(BOTH, model, machines, Spread.BALANCED)
+    found = make_option(BOTH, model, machines, LayerAllocation.BALANCED)
     assert found is not None
     return found
 

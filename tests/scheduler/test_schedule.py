@@ -9,7 +9,13 @@ from meshllm.errors import ModelError
 from meshllm.scheduler.load import Lengths, ModelLoad, sample
 from meshllm.scheduler.machine import MachineKind
 from meshllm.scheduler.options import Options
-from meshllm.scheduler.placement import ReplicaOption, ServedModel, Spread, Workload, make_option
+from meshllm.scheduler.placement import (
+    LayerAllocation,
+    ReplicaOption,
+    ServedModel,
+    Workload,
+    make_option,
+)
 from meshllm.scheduler.schedule import (
     Assessment,
     Schedule,
@@ -128,7 +134,7 @@ def of_static() -> Schedule:
 def assessed(placement: dict[tuple[int, str], int], requests: Sequence[Arrival]) -> Assessment:
     replicas = list[ReplicaOption]()
     for (model, kind), count in placement.items():
-        option = make_option(STUDY, model, (KINDS[kind],), Spread.BALANCED)
+        option = make_option(STUDY, model, (KINDS[kind],), LayerAllocation.BALANCED)
         assert option is not None
         replicas += [option] * count
     return assess(STUDY, replicas, requests)

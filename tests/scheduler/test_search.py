@@ -8,7 +8,7 @@ import pytest
 
 from meshllm.scheduler.options import Options
 from meshllm.scheduler.placement import Workload
-from meshllm.scheduler.search import Found, search, search_exactly, search_locally
+from meshllm.scheduler.search import ReplicaSet, search, search_exactly, search_locally
 from tests.builders.meshes import A100, LLAMA_8B, LLAMA_13B, mesh, random_mesh, served
 
 SMALL = range(12)
@@ -19,7 +19,7 @@ def small(seed: int) -> Workload:
 
 
 @cache
-def large(seed: int) -> tuple[Options, list[Found]]:
+def large(seed: int) -> tuple[Options, list[ReplicaSet]]:
     """Search a mesh with too many sets to compare all."""
     options = Options(random_mesh(seed))
     return options, search(options)[0]
@@ -96,7 +96,7 @@ def test_the_answer_does_not_depend_on_the_run() -> None:
 
 @pytest.mark.parametrize("searching", [search_exactly, search_locally])
 def test_a_model_that_is_rarely_asked_for_has_a_replica_however_long_the_queue_of_another(
-    searching: Callable[[Options], list[Found]],
+    searching: Callable[[Options], list[ReplicaSet]],
 ) -> None:
     pair = replace(A100, count=2)
     options = Options(mesh(served(LLAMA_8B, 100.0), served(LLAMA_13B, 1e-4), kinds=(pair,)))

@@ -14,7 +14,7 @@ from meshllm.scheduler.schedule import (
     Assessment,
     OneMore,
     Schedule,
-    Searched,
+    SearchMethod,
     is_same_placement,
     one_more,
     schedule,
@@ -28,9 +28,9 @@ _MODELS = (
 )  # fmt: skip
 
 _SEARCHED = {
-    Searched.EXACT: "search: exact",
-    Searched.LOCAL: "search: local; machines with `meshllm[plan]` may find another placement",
-    Searched.SOLVER: (
+    SearchMethod.EXACT: "search: exact",
+    SearchMethod.LOCAL: "search: local; machines with `meshllm[plan]` may find another placement",
+    SearchMethod.SOLVER: (
         "search: local and by OR-tools; machines without `meshllm[plan]`, or with another version"
         " of OR-tools, may find another placement"
     ),

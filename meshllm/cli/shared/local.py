@@ -55,9 +55,9 @@ def import_heavy(*modules: str) -> None:
     """
     gc.disable()
     try:
-        from meshllm.model.lean import lean
+        from meshllm.model.without_compiler import without_compiler
 
-        with lean():
+        with without_compiler():
             for module in modules or (RING,):
                 import_module(module)
         linecache.clearcache()  # of the sources that torch looked at: 2 MB

@@ -33,10 +33,10 @@ from transformers.modeling_utils import LoadStateDictConfig
 from meshllm.errors import ModelError
 from meshllm.local_files import check_regular, read_regular, reason_of
 from meshllm.model.device import CPU
-from meshllm.model.lean import lean
 from meshllm.model.locate import GGUF, INDEX
 from meshllm.model.pages import prefer_huge_pages
-from meshllm.model.split.skeleton import Skeleton, quiet
+from meshllm.model.split.meta_model import MetaModel, quiet
+from meshllm.model.without_compiler import without_compiler
 
 SINGLE = "model.safetensors"
 MAX_INDEX_BYTES = 64 << 20
@@ -101,9 +101,9 @@ def first_dtype(folder: Path) -> torch.dtype:
     raise ModelError(f"`{folder}` has no tensor of a float type")
 
 
-def select(skeleton: Skeleton, names: Iterable[str]) -> dict[str, str]:
+def select(meta_model: MetaModel, names: Iterable[str]) -> dict[str, str]:
     """Keep the stored tensors that a stripped model has a place for: name -> its first place."""
-    model = skeleton.model
+    model = meta_model.model
     places = model.state_dict()
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
@@ -119,10 +119,10 @@ def select(skeleton: Skeleton, names: Iterable[str]) -> dict[str, str]:
 
 
 def load(
-    skeleton: Skeleton,
+    meta_model: MetaModel,
     folder: Path,
     dtype: torch.dtype,
-    lender: nn.Module | None = None,
+    shared_model: nn.Module | None = None,
     device: torch.device = CPU,
 ) -> None:
     """Load a stripped model on meta; parameters that ``lender`` has are shared, not read.
@@ -132,10 +132,10 @@ def load(
     Raises:
         ModelError: files are missing or damaged, or tensors are missing or of another shape.
     """
-    model = skeleton.model
-    shared = _share(model, lender) if lender is not None else set()
+    model = meta_model.model
+    shared = _share(model, shared_model) if shared_model is not None else set()
     weights = list_weights(folder)
-    chosen = {n: place for n, place in select(skeleton, weights).items() if place not in shared}
+    chosen = {n: place for n, place in select(meta_model, weights).items() if place not in shared}
     config = LoadStateDictConfig(
         dtype=dtype,
         dtype_plan=model._get_dtype_plan(dtype),
@@ -144,7 +144,7 @@ def load(
             _assembling(entry, device) for entry in get_model_conversion_mapping(model)
         ],
     )
-    with quiet(), lean(), ExitStack() as opened:
+    with quiet(), without_compiler(), ExitStack() as opened:
         files = {
             file: opened.enter_context(open_file(folder / file))
             for file in sorted({weights[name] for name in chosen})
@@ -165,12 +165,12 @@ def load(
         prefer_huge_pages(parameter)
 
 
-def _share(model: nn.Module, lender: nn.Module) -> set[str]:
+def _share(model: nn.Module, shared_model: nn.Module) -> set[str]:
     """Share the parameters that both models have with ``model``; return their names."""
     places = model.state_dict()
     shared = {
         name: parameter
-        for name, parameter in lender.named_parameters(remove_duplicate=False)
+        for name, parameter in shared_model.named_parameters(remove_duplicate=False)
         if name in places and parameter.dtype == places[name].dtype
     }
     for name, parameter in shared.items():

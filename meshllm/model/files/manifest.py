@@ -17,7 +17,7 @@ from meshllm.model.files.loader import LENGTH_BYTES, MAX_HEADER_BYTES, list_weig
 from meshllm.model.files.source import Source
 from meshllm.model.json_cache import load_cached, locked, store_cached
 from meshllm.model.pauses import pause
-from meshllm.model.split.skeleton import Skeleton, build
+from meshllm.model.split.meta_model import MetaModel, build
 from meshllm.names import Digest
 
 PART_BYTES = 16
@@ -46,13 +46,13 @@ def manifest(source: Source, cache: Path) -> tuple[bytes, ...]:
     Raises:
         ModelError: a weight file is damaged.
     """
-    skeleton = build(source.config, torch.float32)
+    meta_model = build(source.config, torch.float32)
     weights = list_weights(source.folder)
     hashed = {file: file_digests(source.folder / file, cache) for file in set(weights.values())}
-    parts: list[dict[str, str]] = [{} for _ in range(skeleton.layers + 2)]
+    parts: list[dict[str, str]] = [{} for _ in range(meta_model.layers + 2)]
     absent: set[int] = set()
-    for name, place in select(skeleton, weights).items():
-        part, digests = part_of(skeleton, place), hashed[weights[name]]
+    for name, place in select(meta_model, weights).items():
+        part, digests = part_of(meta_model, place), hashed[weights[name]]
         if digests is None:
             absent.add(part)
         elif name not in digests:
@@ -96,13 +96,13 @@ def _essential(config: Any) -> Any:
     return {str(name): _essential(config[name]) for name in set(config) - _INCIDENTAL}
 
 
-def part_of(skeleton: Skeleton, place: str) -> int:
+def part_of(meta_model: MetaModel, place: str) -> int:
     """Return the index of a tensor's part; tensors of several parts count to the embedding."""
-    layers = f"{skeleton.anatomy.layers}."
+    layers = f"{meta_model.structure.layers}."
     if place.startswith(layers):
         return int(place.removeprefix(layers).partition(".")[0])
-    outputs = tuple(f"{module}." for module in skeleton.anatomy.outputs)
-    return skeleton.layers + place.startswith(outputs)
+    outputs = tuple(f"{module}." for module in meta_model.structure.outputs)
+    return meta_model.layers + place.startswith(outputs)
 
 
 def file_digests(path: Path, cache: Path) -> dict[str, str] | None:

@@ -46,7 +46,7 @@ from meshllm.model.files.manifest import (
 )
 from meshllm.model.files.source import Source, stored_dtype
 from meshllm.model.locate import CONFIG, INDEX
-from meshllm.model.split.skeleton import build
+from meshllm.model.split.meta_model import build
 from meshllm.model.text.pooling import MODULES, POOLING_FOLDER
 
 LISTING = "listing"
@@ -121,12 +121,12 @@ class ModelParts:
         Raises:
             ModelError: they are damaged.
         """
-        skeleton = build(source.config, torch.float32)
+        meta_model = build(source.config, torch.float32)
         self._folder = source.folder
         self._files = list_weights(source.folder)
-        places = select(skeleton, self._files)
-        self._parts = {name: part_of(skeleton, place) for name, place in sorted(places.items())}
-        self._count = skeleton.layers + 2
+        places = select(meta_model, self._files)
+        self._parts = {name: part_of(meta_model, place) for name, place in sorted(places.items())}
+        self._count = meta_model.layers + 2
         self._dtype = str(stored_dtype(source)).removeprefix("torch.")
         self._opened: dict[str, PartFile] = {}
 
@@ -414,10 +414,10 @@ class PartFolder:
 
 def most_bytes(source: Source) -> list[int]:
     """Return the most bytes that the file of each part can have: all values in 8 bytes."""
-    skeleton = build(source.config, torch.float32)
-    sizes = [0] * (skeleton.layers + 2)
-    for place, tensor in skeleton.model.state_dict().items():
-        sizes[part_of(skeleton, place)] += tensor.numel() * 8
+    meta_model = build(source.config, torch.float32)
+    sizes = [0] * (meta_model.layers + 2)
+    for place, tensor in meta_model.model.state_dict().items():
+        sizes[part_of(meta_model, place)] += tensor.numel() * 8
     return [MAX_HEADER_BYTES + size for size in sizes]
 
 
@@ -426,9 +426,11 @@ def check_parts(source: Source, weights: Mapping[str, int]) -> None:
 
     A wrong one would let the right weights look wrong for good.
     """
-    skeleton = build(source.config, torch.float32)
-    found = {name: part_of(skeleton, place) for name, place in select(skeleton, weights).items()}
-    if found != weights or not set(range(skeleton.layers + 1)).issubset(found.values()):
+    meta_model = build(source.config, torch.float32)
+    found = {
+        name: part_of(meta_model, place) for name, place in select(meta_model, weights).items()
+    }
+    if found != weights or not set(range(meta_model.layers + 1)).issubset(found.values()):
         raise PeerFault("A listing of tensors that are not those of the model")
 
 

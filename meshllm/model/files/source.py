@@ -41,8 +41,8 @@ from meshllm.model.locate import (
     is_model_id,
     no_config,
 )
+from meshllm.model.split.meta_model import Part, build, check_causal, quiet, strip
 from meshllm.model.split.onemkl import warm_up_onemkl
-from meshllm.model.split.skeleton import Part, build, check_causal, quiet, strip
 from meshllm.model.text.pooling import POOLING_CONFIGS
 from meshllm.names import Span
 
@@ -164,9 +164,9 @@ def stored_dtype(source: Source) -> torch.dtype:
 def needed_files(source: Source, span: Span, *, embed: bool, head: bool) -> list[str]:
     """List the weight files that hold a part of a model; reads only its config and index."""
     weights = list_weights(source.folder)
-    skeleton = build(source.config, torch.float32)
-    strip(skeleton, Part(span, embed, head))
-    return sorted({weights[name] for name in select(skeleton, weights)})
+    meta_model = build(source.config, torch.float32)
+    strip(meta_model, Part(span, embed, head))
+    return sorted({weights[name] for name in select(meta_model, weights)})
 
 
 def _fetch(name: str, revision: str | None, span: Span | None) -> Source:

@@ -77,7 +77,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int 
         *(keys.data_ptr(), values.data_ptr(), count, blocks),
     )
     mixed = torch.empty(1, rows, heads, width_out, dtype=torch.bfloat16)
-    scratch = torch.empty(threads * _Room(width, width_out).words, dtype=torch.int32)
+    scratch = torch.empty(threads * _ScratchLayout(width, width_out).words, dtype=torch.int32)
     tiles = -(-rows // ROWS)
     _flash(width, width_out)(
         *(heads * tiles, threads, query.data_ptr(), *query.stride()[1:3]),
@@ -87,7 +87,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int 
     return mixed
 
 
-class _Room:
+class _ScratchLayout:
     """Places in the scratch memory of a thread, in words."""
 
     def __init__(self, width: int, width_out: int) -> None:
@@ -165,7 +165,7 @@ class _FlashEmitter:
     ) -> None:
         self.code, self.do, self.fields = code, code.do, fields
         self.width, self.width_out = widths
-        do, self.room = code.do, _Room(*widths)
+        do, self.room = code.do, _ScratchLayout(*widths)
         self.scratch = code.at(fields["scratch"], do.mul(thread, code.index(self.room.words)), WORD)
         each, tiles, last = fields["each"], fields["tiles"], do.sub(fields["rows"], code.index(1))
         place, head = do.udiv(block, each), do.urem(block, each)

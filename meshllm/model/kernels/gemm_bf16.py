@@ -96,7 +96,7 @@ class Bf16Matrix:
         """
         return self._multiply(rows, None)
 
-    def _multiply(self, rows: Tensor, way: "_Way | None") -> Tensor:
+    def _multiply(self, rows: Tensor, way: "_ReadMode | None") -> Tensor:
         """Multiply few rows; ``way`` is how the instruction reads weights, None chooses."""
         count, outputs = self._count(rows), self._outputs
         is_tile = self._dot and count <= _DOT_TILE
@@ -159,7 +159,7 @@ class Bf16Matrix:
         return shape[0]
 
 
-class _Way(NamedTuple):
+class _ReadMode(NamedTuple):
     """How the GEMV with the instruction reads weights; the sums are the same."""
 
     together: int
@@ -167,11 +167,11 @@ class _Way(NamedTuple):
     has_prefetch: bool
 
 
-_WAYS = {
-    "a stream": _Way(1, has_prefetch=False),
-    "a stream, prefetched": _Way(1, has_prefetch=True),
-    "four streams": _Way(_TOGETHER, has_prefetch=False),
-    "four streams, prefetched": _Way(_TOGETHER, has_prefetch=True),
+_READ_MODES = {
+    "a stream": _ReadMode(1, has_prefetch=False),
+    "a stream, prefetched": _ReadMode(1, has_prefetch=True),
+    "four streams": _ReadMode(_TOGETHER, has_prefetch=False),
+    "four streams, prefetched": _ReadMode(_TOGETHER, has_prefetch=True),
 }
 _OF_ONE: tuple[str, ...] = "a stream", "a stream, prefetched", "four streams"
 _OF_SEVERAL: tuple[str, ...] = "a stream, prefetched", "four streams, prefetched"
@@ -179,24 +179,24 @@ _OF_SEVERAL: tuple[str, ...] = "a stream, prefetched", "four streams, prefetched
 
 
 @cache
-def _choose_way(rows: int, tiles: int, outputs: int, inputs: int, threads: int) -> _Way:
+def _choose_way(rows: int, tiles: int, outputs: int, inputs: int, threads: int) -> _ReadMode:
     """Choose how ``rows`` rows of a tile are multiplied, by measurement where no rule decides."""
     is_wide = outputs % _TOGETHER == 0 and registers() > LANES
     is_small = inputs < _NARROW and outputs * inputs < _LARGE
     if rows == 1 and (is_small or inputs > _MEASURED_INPUTS):
-        return _Way(1, has_prefetch=not is_small)
+        return _ReadMode(1, has_prefetch=not is_small)
     if rows > 1:
         is_near = tiles == 1 and 2 * rows * inputs <= _NEAR_BYTES
         if not is_wide or (is_near and rows <= _DOT_ALONE):
-            return _Way(1, has_prefetch=True)
+            return _ReadMode(1, has_prefetch=True)
         if not is_near or is_small or rows not in _STREAMED:
-            return _Way(_TOGETHER, has_prefetch=True)
+            return _ReadMode(_TOGETHER, has_prefetch=True)
     what, ways, measured = "one row of bf16", _OF_ONE, 1
     if rows > 1:
         what, ways, measured = "several rows of bf16", _OF_SEVERAL, _MEASURED_ROWS
     times = reading_times(what, str(inputs), threads, ways, partial(_prepare, measured, inputs))
-    able = (name for name in ways if is_wide or _WAYS[name].together == 1)
-    return _WAYS[min(able, key=times.__getitem__)]
+    able = (name for name in ways if is_wide or _READ_MODES[name].together == 1)
+    return _READ_MODES[min(able, key=times.__getitem__)]
 
 
 def _prepare(rows: int, inputs: int) -> tuple[int, Callable[[str, int], object]]:
@@ -205,7 +205,7 @@ def _prepare(rows: int, inputs: int) -> tuple[int, Callable[[str, int], object]]
     weights = huge_zeros(count, _MEASURED_OUTPUTS, inputs, dtype=torch.bfloat16).fill_(0.01)
     matrices = [Bf16Matrix(each, dot=True) for each in weights]
     given = torch.ones(rows, inputs, dtype=torch.bfloat16)
-    return count, lambda name, number: matrices[number]._multiply(given, _WAYS[name])
+    return count, lambda name, number: matrices[number]._multiply(given, _READ_MODES[name])
 
 
 def _padded(rows: Tensor, count: int) -> Tensor:

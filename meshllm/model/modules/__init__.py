@@ -1,7 +1,6 @@
 """Replacements of stock modules: row-invariant, packed, quantised or fused."""
 
 __all__ = [
-    "exchange",
     "kernel_choice",
     "linear_bf16",
     "linear_onednn",
@@ -10,5 +9,6 @@ __all__ = [
     "quant_linear",
     "quant_matrix",
     "quant_store",
+    "replacement",
     "rms_norm",
 ]

@@ -18,7 +18,7 @@ FUSABLE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
+class UnquantisedWeight:
     """A module or parameter that is multiplied by but not quantised."""
 
     name: str
@@ -30,7 +30,7 @@ class Plain:
 
 def choose(
     model: nn.Module, kind: Quant, skip: Iterable[str]
-) -> tuple[dict[str, nn.Linear], list[Plain]]:
+) -> tuple[dict[str, nn.Linear], list[UnquantisedWeight]]:
     """Return the linear modules that can be quantised, and what cannot."""
     unused = tuple(f"{name}." for name in skip)
     linears, plain = {}, []
@@ -38,11 +38,11 @@ def choose(
         if isinstance(module, nn.Linear) and not f"{name}.".startswith(unused):
             shape = module.out_features, module.in_features
             if reason := _obstacle(module) or unsupported(kind, shape, module.weight.dtype):
-                plain.append(Plain(name, shape, reason))
+                plain.append(UnquantisedWeight(name, shape, reason))
             else:
                 linears[name] = module
     plain += [
-        Plain(name, tuple(parameter.shape), "it is a stack of matrices")
+        UnquantisedWeight(name, tuple(parameter.shape), "it is a stack of matrices")
         for name, parameter in model.named_parameters()
         if parameter.ndim == 3 and min(parameter.shape) > 1 and not name.startswith(unused)
     ]

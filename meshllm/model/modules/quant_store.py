@@ -29,7 +29,7 @@ from meshllm.model.files.manifest import file_digests
 from meshllm.model.json_cache import load_cached, store_cached
 from meshllm.model.modules.quant_matrix import Form, Packed
 from meshllm.model.pages import prefer_huge_pages
-from meshllm.model.split.skeleton import Skeleton
+from meshllm.model.split.meta_model import MetaModel
 
 _NAME_DIGITS = 64  # hexadecimal digits of a file name
 UNUSED_S = 30 * 86_400.0
@@ -40,7 +40,7 @@ ALIGNMENT = 64  # bytes; a vector register loads a cache line at once
 log = logging.getLogger(__name__)
 
 
-def digest_weights(skeleton: Skeleton, folder: Path, cache: Path) -> dict[str, str]:
+def digest_weights(meta_model: MetaModel, folder: Path, cache: Path) -> dict[str, str]:
     """Return digests, in hexadecimal, of the stored tensors of a stripped model, by parameter.
 
     Digests are cached in the folder ``cache``, so that the weights are read only once.
@@ -49,7 +49,7 @@ def digest_weights(skeleton: Skeleton, folder: Path, cache: Path) -> dict[str, s
         ModelError: a file of weights is damaged.
     """
     weights = list_weights(folder)
-    chosen = select(skeleton, weights)
+    chosen = select(meta_model, weights)
     hashed = {file: file_digests(folder / file, cache) for file in {weights[n] for n in chosen}}
     found: dict[str, str] = {}
     for name, place in sorted(chosen.items()):  # several may be merged into one

@@ -20,7 +20,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from meshllm.model.modules.quant_choice import Plain, choose, fusable_groups
+from meshllm.model.modules.quant_choice import UnquantisedWeight, choose, fusable_groups
 from meshllm.model.modules.quant_kernels import kernel, size_of
 from meshllm.model.modules.quant_linear import FusedProjections, QuantLinear
 from meshllm.model.modules.quant_matrix import QuantMatrix, Shape
@@ -50,7 +50,7 @@ class QuantReport:
     """Memory of their packed matrices."""
     plain_bytes: int = 0
     """Memory that they took before."""
-    plain: tuple[Plain, ...] = ()
+    plain: tuple[UnquantisedWeight, ...] = ()
 
 
 @torch.inference_mode()
@@ -78,7 +78,7 @@ def quantise(
     work = _Quantizer(model, kind, digests or {}, cache, mapped)
     for names in fusable_groups(linears):
         pause()
-        plain += work.exchange({name: linears[name] for name in names})
+        plain += work.replace({name: linears[name] for name in names})
     if cache is not None:
         evict(cache)
     report = QuantReport(kind, work.modules, work.bytes, work.plain_bytes, tuple(plain))
@@ -106,7 +106,7 @@ class _Quantizer:
             if name in digests
         }
 
-    def exchange(self, linears: Mapping[str, nn.Linear]) -> list[Plain]:
+    def replace(self, linears: Mapping[str, nn.Linear]) -> list[UnquantisedWeight]:
         """Replace modules that read the same input; return those that stay plain."""
         modules = list(linears.values())
         shape = sum(module.out_features for module in modules), modules[0].in_features
@@ -114,10 +114,10 @@ class _Quantizer:
         if matrix is None:
             matrix, error = self._make(modules, shape)
             if matrix is None and len(modules) > 1:
-                return [bad for one in linears.items() for bad in self.exchange(dict([one]))]
+                return [bad for one in linears.items() for bad in self.replace(dict([one]))]
             if matrix is None:
                 reason = f"its error would be {error:.3f}, more than {self._kernel.limit}"
-                return [Plain(name, shape, reason, lossy=True) for name in linears]
+                return [UnquantisedWeight(name, shape, reason, lossy=True) for name in linears]
         self._replace(linears, matrix)
         return []
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from meshllm.model.split.meta_model import Part
 from meshllm.model.split.shard import Shard
-from meshllm.model.split.skeleton import Part
 from meshllm.names import Span
 
 TOLERANCE = 1e-4

@@ -31,9 +31,9 @@ from meshllm.model.parity.compare import Depth, describe, measure
 from meshllm.model.parity.families import FamilyTable, read_table, shrink, tiny_config
 from meshllm.model.parity.verdict import Verdict
 from meshllm.model.pauses import pause
-from meshllm.model.split.anatomy import PROBE_ERRORS
+from meshllm.model.split.meta_model import Part, build, quiet
 from meshllm.model.split.rope import context_of
-from meshllm.model.split.skeleton import Part, build, quiet
+from meshllm.model.split.structure import PROBE_ERRORS
 from meshllm.model.steps.load import load_shard
 from meshllm.model.text.tokenizer import Text
 

@@ -13,16 +13,16 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from meshllm.errors import ModelError
 from meshllm.model.files.source import Source, open_folder
-from meshllm.model.lean import lean
 from meshllm.model.parity import cases
 from meshllm.model.parity.cases import RingSession, WholeSession
 from meshllm.model.parity.verdict import Verdict
 from meshllm.model.pauses import pause
-from meshllm.model.split.anatomy import PROBE_ERRORS
+from meshllm.model.split.meta_model import MetaModel, Part, build, quiet
 from meshllm.model.split.onemkl import warm_up_onemkl
 from meshllm.model.split.shard import Shard
-from meshllm.model.split.skeleton import Part, Skeleton, build, quiet
+from meshllm.model.split.structure import PROBE_ERRORS
 from meshllm.model.steps.load import load_shard
+from meshllm.model.without_compiler import without_compiler
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def random_model(
     warm_up_onemkl()
     with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]), quiet():
         torch.manual_seed(0)
-        with lean():
+        with without_compiler():
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
             with torch.no_grad():  # biases of zero and norms of one would hide a missing tensor
                 for weight in model.parameters():
@@ -140,7 +140,7 @@ def compare(
         return Comparison(f"{reason}, {where}", croppable=False)
 
 
-def _load(source: Source, part: Part, dtype: torch.dtype, whole: Skeleton) -> Shard:
+def _load(source: Source, part: Part, dtype: torch.dtype, whole: MetaModel) -> Shard:
     pause()
     embed, head = part.embed, part.head
     return load_shard(source, part.span, embed=embed, head=head, dtype=dtype, whole=whole)

@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from meshllm.errors import ModelError
 from meshllm.model.parity.verdict import Verdict
-from meshllm.model.split.skeleton import quiet
+from meshllm.model.split.meta_model import quiet
 
 TINY_LAYERS = 6  # three parts of two layers; one period of the usual hybrid patterns
 

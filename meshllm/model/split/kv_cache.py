@@ -24,7 +24,7 @@ from meshllm.errors import ModelError
 from meshllm.model.shape import SLACK, rows_for
 from meshllm.names import Span
 
-Place = tuple[int, int, int, int]
+RowLayout = tuple[int, int, int, int]
 """Where rows are: address, numbers from head to head and from row to row, bytes from row to row."""
 
 
@@ -41,7 +41,7 @@ class Rows:
         """Use another buffer; what steps need of it is kept, as they would ask torch each time."""
         self.buffer, self.room = buffer, buffer.shape[-2]
         heads, line, _ = buffer.stride()[-3:]
-        self.place: Place = buffer.data_ptr(), heads, line, line * buffer.element_size()
+        self.place: RowLayout = buffer.data_ptr(), heads, line, line * buffer.element_size()
 
     @property
     def held(self) -> Tensor:

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from meshllm.errors import ModelError
 from meshllm.model.split.kv_cache import SpanCache
+from meshllm.model.split.meta_model import MetaModel, Part, row_dtype
 from meshllm.model.split.rope import pin_frequencies
-from meshllm.model.split.skeleton import Part, Skeleton, row_dtype
 from meshllm.model.split.stubs import EndOfSpan, LayerStub, first, with_first
 from meshllm.model.wire.payload import RowFormat
 from meshllm.names import Quant
@@ -34,7 +34,7 @@ class Shard:
 
     def __init__(
         self,
-        skeleton: Skeleton,
+        meta_model: MetaModel,
         part: Part,
         device: torch.device,
         quant: Quant,
@@ -42,21 +42,21 @@ class Shard:
         self.span = part.span
         self.embed = part.embed
         self.head = part.head
-        self.model = skeleton.model
+        self.model = meta_model.model
         """The stock model, stripped; its modules may be replaced by faster ones."""
         pin_frequencies(self.model)
         self.device = device
         """The device of its weights, inputs and outputs."""
         self.quant = quant
         """The quantisation of its matrices."""
-        self.outputs = skeleton.anatomy.outputs
+        self.outputs = meta_model.structure.outputs
         """Names of the modules after the layers."""
-        self.arity = skeleton.anatomy.arity
+        self.arity = meta_model.structure.arity
         """How many values a layer returns; 0 is a bare tensor."""
-        self._parts = skeleton.parts
-        self._call = skeleton.anatomy.call
+        self._parts = meta_model.parts
+        self._call = meta_model.structure.call
         self._input: Tensor | None = None
-        self._entry_stub = _install_hooks(self, skeleton.parts)
+        self._entry_stub = _install_hooks(self, meta_model.parts)
         # Without a cache, stock code reads the positions to detect packed texts: a GPU sync.
         self._empty_cache = self.new_cache() if part.head and not part.span else None
 

@@ -24,7 +24,7 @@ from meshllm.model.kernels.attention import KEYS, SCORES, SEEN, THREADED, prepar
 from meshllm.model.kernels.elementwise import SOURCE, TARGET, copy_lines
 from meshllm.model.kernels.jit import machine, private_folder
 from meshllm.model.kernels.program import Call, Program
-from meshllm.model.split.kv_cache import Place, SpanCache
+from meshllm.model.split.kv_cache import RowLayout, SpanCache
 from meshllm.model.steps.lowering import all_bfloat16, calls_for, is_elementwise
 from meshllm.model.steps.trace import (
     Address,
@@ -63,10 +63,10 @@ class _Attention:
     key: Call
     value: Call
     mix: Call
-    bound: tuple[Place, Place, int, int] | None = None
+    bound: tuple[RowLayout, RowLayout, int, int] | None = None
     """The memory that these were bound to last: it is the same in most steps of a session."""
 
-    def bind(self, keys: Place, values: Place, scores: int, room: int) -> None:
+    def bind(self, keys: RowLayout, values: RowLayout, scores: int, room: int) -> None:
         """Write all of the calls that depends on a session, but addresses and lengths."""
         self.bound = keys, values, scores, room
         _, key_head, key_row, _ = keys

@@ -18,7 +18,7 @@ from meshllm.model.modules.linear_padded import PaddedLinear
 from meshllm.model.modules.quant_kernels import packed_bytes
 from meshllm.model.modules.quant_linear import QuantLinear
 from meshllm.model.split.kv_cache import SpanCache
-from meshllm.model.split.skeleton import build
+from meshllm.model.split.meta_model import build
 from meshllm.model.steps.attention import PrefillKernel, prefill_kernel
 from meshllm.names import Quant, Span
 
@@ -164,8 +164,8 @@ def forecast(
 
     Kernels are not tested, but those of its shapes are timed if this machine never did.
     """
-    skeleton = build(config, dtype)
-    whole, cache = skeleton.model, SpanCache(skeleton.model.config, Span(0, skeleton.layers))
+    meta_model = build(config, dtype)
+    whole, cache = meta_model.model, SpanCache(meta_model.model.config, Span(0, meta_model.layers))
     reason = "" if cache.croppable else NOT_CROPPABLE
     reason = reason or lacks_invariance(whole.config, whole, device)
     if device != CPU:
@@ -179,7 +179,7 @@ def forecast(
         kinds = Counter(str(choose_kernel(module)) for module in linears)
     else:
         kinds = Counter({_LINEARS[QuantLinear]: len(linears)})
-    obstacle, is_fallback = replay_obstacle(skeleton.parts, cache, quant)
+    obstacle, is_fallback = replay_obstacle(meta_model.parts, cache, quant)
     return Execution(
         Strategy.INVARIANT if obstacle else Strategy.REPLAYED,
         tuple(kinds.items()),

@@ -17,8 +17,8 @@ from meshllm.model.files.source import Source, stored_dtype
 from meshllm.model.json_cache import load_cached, store_cached
 from meshllm.model.pauses import pause
 from meshllm.model.shape import ModelShape
-from meshllm.model.split.anatomy import PROBE_ERRORS
 from meshllm.model.split.shard import Shard
+from meshllm.model.split.structure import PROBE_ERRORS
 from meshllm.model.steps.load import load_shard
 from meshllm.model.steps.trial import trial_key
 from meshllm.names import Span

@@ -1,4 +1,4 @@
-"""Loading a shard: build the stock model, strip it to a part, load weights, exchange modules."""
+"""Loading a shard: build the stock model, strip it to a part, load weights, replace modules."""
 
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,10 @@ from meshllm.errors import ModelError
 from meshllm.model.device import CPU
 from meshllm.model.files.loader import load
 from meshllm.model.files.source import Source, stored_dtype
-from meshllm.model.modules.exchange import exchange_modules
 from meshllm.model.modules.quant_store import digest_weights
+from meshllm.model.modules.replacement import replace_modules
+from meshllm.model.split.meta_model import MetaModel, Part, build, strip
 from meshllm.model.split.shard import Shard
-from meshllm.model.split.skeleton import Part, Skeleton, build, strip
 from meshllm.names import Quant, Span
 
 
@@ -32,7 +32,7 @@ def load_shard(  # noqa: PLR0913 -- one keyword per independent option
     cache: Path | None = None,
     device: torch.device = CPU,
     outputs: range | None = None,
-    whole: Skeleton | None = None,
+    whole: MetaModel | None = None,
 ) -> Shard:
     """Load a part of a model, reading only its tensors.
 
@@ -43,7 +43,7 @@ def load_shard(  # noqa: PLR0913 -- one keyword per independent option
     transformers, such as ``sdpa`` (None: its default). With ``quant`` the matrices are quantised
     instead, and the result is cached in the folder ``cache``. Packing and quantisation are for
     the CPU: to another ``device`` each tensor is copied from its file as it is. A head computes
-    the logits of its ``outputs`` only (None: all). ``whole`` is the skeleton of the model, with
+    the logits of its ``outputs`` only (None: all). ``whole`` is the meta model, with
     this ``dtype`` and ``attention``; None builds it.
 
     Raises:
@@ -52,25 +52,27 @@ def load_shard(  # noqa: PLR0913 -- one keyword per independent option
     """
     dtype = dtype or stored_dtype(source)
     part = Part(span, embed, head)
-    skeleton = whole.copy_for(part) if whole else build(source.config, dtype, attention)
-    strip(skeleton, part)
-    load(skeleton, source.folder, dtype, share.model if share else None, device)
-    names = _cut(skeleton.model, outputs) if outputs is not None else []
-    mapped, unused = dtype == stored_dtype(source), skeleton.foreign(part)
+    meta_model = whole.copy_for(part) if whole else build(source.config, dtype, attention)
+    strip(meta_model, part)
+    load(meta_model, source.folder, dtype, share.model if share else None, device)
+    names = _cut(meta_model.model, outputs) if outputs is not None else []
+    mapped, unused = dtype == stored_dtype(source), meta_model.unused_ends(part)
     digests = (
-        digest_weights(skeleton, source.folder, cache) if quant is not Quant.NONE and cache else {}
+        digest_weights(meta_model, source.folder, cache)
+        if quant is not Quant.NONE and cache
+        else {}
     )
     if found := [digests[name] for name in names if name in digests]:
         digests[names[-1]] = f"{found[-1]} {outputs}"
     if packed or quant is not Quant.NONE:
-        exchange_modules(
-            *(skeleton.model, device, quant, cache),
+        replace_modules(
+            *(meta_model.model, device, quant, cache),
             skip=unused,
             digests=digests,
             mapped=mapped,
             exact=exact,
         )
-    return Shard(skeleton, part, device, quant)
+    return Shard(meta_model, part, device, quant)
 
 
 def _cut(model: Any, outputs: range) -> list[str]:

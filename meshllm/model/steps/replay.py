@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from meshllm.model.kernels import jit
-from meshllm.model.split.anatomy import PROBE_ERRORS
 from meshllm.model.split.kv_cache import SpanCache
+from meshllm.model.split.structure import PROBE_ERRORS
 from meshllm.model.steps.compiled_step import CompiledStep, ScoreBuffer
 from meshllm.model.steps.execution import level_of
 from meshllm.model.steps.trace import NotReplayable, Tracer

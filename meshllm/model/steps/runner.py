@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from meshllm.errors import ModelError
-from meshllm.model.modules.exchange import packed_tensors, plain_tensors
+from meshllm.model.modules.replacement import packed_tensors, plain_tensors
 from meshllm.model.split.kv_cache import SpanCache
 from meshllm.model.split.received_rows import ReceivedRows
 from meshllm.model.split.session_cache import SentRows, SessionCache

@@ -32,16 +32,16 @@ from meshllm.model.device import (
     to_device,
     to_host,
 )
-from meshllm.model.modules.exchange import (
-    exchange_modules,
+from meshllm.model.modules.linear_bf16 import MOST_ROWS
+from meshllm.model.modules.replacement import (
     most_invariant_rows,
+    replace_modules,
     restore_modules,
 )
-from meshllm.model.modules.linear_bf16 import MOST_ROWS
-from meshllm.model.split.anatomy import PROBE_ERRORS
 from meshllm.model.split.kv_cache import SpanCache
+from meshllm.model.split.meta_model import build
 from meshllm.model.split.shard import Shard
-from meshllm.model.split.skeleton import build
+from meshllm.model.split.structure import PROBE_ERRORS
 from meshllm.model.steps.attention import decode_attention, prefill_attention
 from meshllm.model.steps.attention_switch import Attend, AttentionSwitch
 from meshllm.model.steps.batched_cache import BatchedCache
@@ -489,7 +489,7 @@ def _on_gpu(shard: Shard, trial: StepTrial) -> tuple[Steps, Execution]:
 def _on_cpu(
     shard: Shard, whole: nn.Module, counts: frozenset[int], trial: StepTrial
 ) -> InvariantSteps:
-    if reason := exchange_modules(shard.model, shard.device, whole=whole):
+    if reason := replace_modules(shard.model, shard.device, whole=whole):
         raise NotInvariant(reason)
     steps = InvariantSteps(shard, counts | {TRIED})
     passed = frozenset[int]()

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshllm.model.device import CPU
 from meshllm.model.kernels.jit import JitFunction, observe_calls
-from meshllm.model.lean import lean
+from meshllm.model.without_compiler import without_compiler
 
 _HIDDEN = torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded
 _EMPTY = {getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "new_empty")}
@@ -128,12 +128,12 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._fault = ""
         self._exits = ExitStack()
         for tensor in inputs:
-            self._take(tensor)
+            self._register_block(tensor)
 
     def __enter__(self) -> Self:
         """Start tracing."""
-        self._exits.enter_context(observe_calls(self._hear))
-        self._exits.enter_context(lean())  # torch would import its compiler
+        self._exits.enter_context(observe_calls(self._on_kernel_call))
+        self._exits.enter_context(without_compiler())  # torch would import its compiler
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -163,10 +163,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._kept.append((args, kwargs, result))
         outs = [each for each in _flat(result) if isinstance(each, Tensor)]
         if not outs:
-            self._ask(func, args, result)
+            self._check_equal(func, args, result)
         elif func.overloadpacket in _EMPTY:
             for each in outs:
-                self._take(each)
+                self._register_block(each)
         elif not self._fault:
             self._note(func, args, kwargs, result, outs)
         return result
@@ -177,22 +177,22 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs = [each for each in _flat((args, kwargs)) if isinstance(each, Tensor)]
         is_plain = all(each.layout == torch.strided for each in outs)
         if not is_plain or any(each.device != CPU for each in (*inputs, *outs)):
-            self._blame(f"{func} uses tensors of another layout or device")
+            self._reject(f"{func} uses tensors of another layout or device")
             return
         given = tuple(map(self._mark, args)), tuple((k, self._mark(v)) for k, v in kwargs.items())
         is_writing = func._schema.is_mutable
         held = set(map(_storage, inputs))
         new = [each for each in outs if _storage(each) not in held]
         if new and any(tag in func.tags for tag in _HIDDEN):
-            self._blame(f"{func} is data-dependent or random")
+            self._reject(f"{func} is data-dependent or random")
         elif is_writing and new:
-            self._blame(f"{func} both writes to tensors and returns new ones")
+            self._reject(f"{func} both writes to tensors and returns new ones")
         elif is_writing:
             self._items.append(Op(func, *given, (), ((args, kwargs), result)))
-            self._forget(blocks_of(self._items[-1]))
+            self._drop_clones(blocks_of(self._items[-1]))
         elif new:
             for each in new:
-                self._take(each)
+                self._register_block(each)
             places = tuple(map(self._place, outs))
             self._items.append(Op(func, *given, places, ((args, kwargs), result)))
             if func is torch.ops.aten.clone.default:
@@ -205,7 +205,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with self.paused():
                 result = change(*args, **kwargs)
             if self._updated is not None or len(args) < len(("key", "value", "layer")):
-                self._blame("a layer updates its cache without attending to it")
+                self._reject("a layer updates its cache without attending to it")
             else:
                 self._updated = *args[:3], result
                 self._kept.append(self._updated)
@@ -223,25 +223,25 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         """Record attention, which is not traced itself."""
         if self._updated is None:
-            self._blame("attention without a cache")
+            self._reject("attention without a cache")
             return
         key, value, layer, held = self._updated
         if held[0] is not seen[0] or held[1] is not seen[1]:
-            self._blame("attention reads something other than the cache")
+            self._reject("attention reads something other than the cache")
         self._updated = None
-        self._take(out)
+        self._register_block(out)
         self._kept.append(query)
         asked, keys, values, mixed = places = [
             self._place(each) for each in (query, key, value, out)
         ]
         if any(place.strides[-1] != 1 or place.dtype != torch.bfloat16 for place in places):
-            self._blame("attention of rows that are not contiguous bfloat16")
+            self._reject("attention of rows that are not contiguous bfloat16")
         self._items.append(Attend(layer, asked, keys, values, mixed, scale, window))
 
     def end(self, output: Tensor) -> Trace:
         """Return the trace, with only the items that ``output`` depends on."""
         if self._updated is not None:
-            self._blame("a layer updates its cache without attending to it")
+            self._reject("a layer updates its cache without attending to it")
         place = self._place(output)
         if self._fault:
             raise NotReplayable(self._fault)
@@ -253,16 +253,16 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 wanted |= blocks_of(item)
         return Trace(tuple(reversed(items)), tuple(self._sizes), place)
 
-    def _ask(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+    def _check_equal(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         """Reject reading values, except a comparison that shows a tensor equal to its clone."""
         if func is torch.ops.aten.equal.default and result:
             one, other = (self._mark(each) for each in args)
             for copied, source in ((one, other), (other, one)):
                 if isinstance(copied, BlockView) and self._clones.get(copied) == source:
                     return
-        self._blame(f"{func} is data-dependent")
+        self._reject(f"{func} is data-dependent")
 
-    def _forget(self, blocks: set[int]) -> None:
+    def _drop_clones(self, blocks: set[int]) -> None:
         """Drop clones whose source or copy may have been written to."""
         for copied, source in list(self._clones.items()):
             if not blocks.isdisjoint(
@@ -270,21 +270,23 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             ):
                 del self._clones[copied]
 
-    def _blame(self, fault: str) -> None:
+    def _reject(self, fault: str) -> None:
         """Note why the trace is invalid; the forward itself goes on."""
         self._fault = self._fault or fault
 
-    def _hear(self, native: JitFunction, blocks: int, threads: int, values: Sequence[int]) -> None:
+    def _on_kernel_call(
+        self, native: JitFunction, blocks: int, threads: int, values: Sequence[int]
+    ) -> None:
         marks = list[int | Address]()
         for name, value in zip(native.fields, values, strict=True):
             ref = self._ref(value) if name.startswith("*") else None
             if ref is None and name.startswith("*") and value and name not in native.held:
-                self._blame(f"kernel argument `{name[1:]}` points to a temporary")
+                self._reject(f"kernel argument `{name[1:]}` points to a temporary")
             marks.append(value if ref is None else ref)
         self._items.append(KernelCall(native, blocks, threads, tuple(marks)))
-        self._forget(blocks_of(self._items[-1]))
+        self._drop_clones(blocks_of(self._items[-1]))
 
-    def _take(self, tensor: Tensor) -> None:
+    def _register_block(self, tensor: Tensor) -> None:
         """Number the memory of a new tensor as a block."""
         storage = tensor.untyped_storage()
         self._kept.append(tensor)
@@ -306,7 +308,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _place(self, tensor: Tensor) -> BlockView:
         mark = self._mark(tensor)
         if not isinstance(mark, BlockView):
-            self._blame("a tensor that this forward did not make")
+            self._reject("a tensor that this forward did not make")
             return BlockView(Address(-1, 0), tensor.dtype, tuple(tensor.shape), tensor.stride())
         return mark
 

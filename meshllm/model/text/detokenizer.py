@@ -12,7 +12,7 @@ _MAX_INCOMPLETE = 3  # bytes of an incomplete character: UTF-8 has at most 4
 _MAX_PENDING = 32  # tokens without a complete character; more are emitted as they are
 
 
-class TextStream:
+class Detokenizer:
     """Tokens of one answer to text: whole characters, no special tokens, nothing after a stop.
 
     If several stop texts occur, the first to be complete counts, and of those that end together

@@ -113,7 +113,7 @@ EFFORT_TOKENS = 4096
 """Those of an answer without a limit, of which the reasoning is such a share."""
 
 
-def most_of_effort(effort: str | None, max_tokens: int | None) -> int | None:
+def max_reasoning_tokens_of(effort: str | None, max_tokens: int | None) -> int | None:
     """Return the most tokens of reasoning of an effort; None if it sets no limit."""
     share = EFFORTS.get(effort or "")
     most = EFFORT_TOKENS if max_tokens is None else max_tokens

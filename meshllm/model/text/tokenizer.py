@@ -20,7 +20,7 @@ from jinja2 import TemplateError
 from meshllm.errors import MeshError, ModelError, UserError, foreign_code
 from meshllm.model.text.chat_style import ChatStyle
 from meshllm.model.text.deadline import DeadlineExceeded, run_within
-from meshllm.model.text.detokenizer import TextStream
+from meshllm.model.text.detokenizer import Detokenizer
 from meshllm.model.text.generation_config import read_config, recommended
 from meshllm.model.text.grammar import Vocabulary
 from meshllm.model.text.pooling import LAST_ROW, Pooling, read_pooling
@@ -218,13 +218,13 @@ class Text:
             return bytes([int(byte[1], 16)])
         return word.replace("▁", " ").encode()
 
-    def stream(self, stop: Sequence[str] = (), shown: Iterable[str] = ()) -> TextStream:
+    def stream(self, stop: Sequence[str] = (), shown: Iterable[str] = ()) -> Detokenizer:
         """Start the detokenizer of an answer, which ends at the first of the ``stop`` texts.
 
         Special tokens have no text, except the ``shown`` markers.
         """
         tokens = {self.markers[marker] for marker in shown if marker in self.markers}
-        return TextStream(self._decode, silent=self._silent - tokens, stop=stop)
+        return Detokenizer(self._decode, silent=self._silent - tokens, stop=stop)
 
     def tail(self, tokens: Sequence[int]) -> str:
         """Return the text at the end of a prompt, special tokens included."""

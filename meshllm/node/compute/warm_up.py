@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from meshllm.model.split.anatomy import PROBE_ERRORS
+from meshllm.model.split.structure import PROBE_ERRORS
 from meshllm.model.steps.runner import Runner
 from meshllm.node.compute.warm_up_budget import WarmUpBudget
 from meshllm.node.compute.worker import Worker

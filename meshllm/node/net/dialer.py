@@ -28,7 +28,7 @@ from meshllm.node.timer import loop_time
 from meshllm.protocol.membership.dial_limit import DialLimit
 from meshllm.protocol.trust.credential import Removals
 from meshllm.protocol.trust.handshake import Own, Purpose
-from meshllm.transport.contract import DialsHosts, Transport
+from meshllm.transport.contract import SupportsDialHosts, Transport
 
 STAGGER_S = 0.25  # s; RFC 8305, section 5
 DIAL_S = 10.0  # s for all addresses together
@@ -145,7 +145,7 @@ class NodeDialer:
             raise LinkLost(f"No transport for the address `{address}`")
         if not place.hosts:
             link = await transport.dial(address)
-        elif isinstance(transport, DialsHosts):
+        elif isinstance(transport, SupportsDialHosts):
             link = await transport.dial_hosts(address, place.hosts)
         else:
             raise LinkLost(f"The transport of `{address}` cannot be told which hosts to dial")

@@ -12,13 +12,13 @@ from meshllm.node.options import NodeOptions
 from meshllm.protocol.membership.records import MAX_ADDRESSES
 from meshllm.protocol.trust.identity import NodeKey
 from meshllm.transport.contract import (
-    Identified,
     Listener,
-    Moving,
     Network,
-    Relaying,
-    Reserving,
-    Surveying,
+    NotifiesAddressChange,
+    ReservesHandshakeSlots,
+    SupportsIdentity,
+    SupportsNatDetection,
+    SupportsRelays,
     Transport,
 )
 from meshllm.transport.registry import Registry
@@ -48,7 +48,9 @@ class Endpoints:
 
     def survey(self) -> list[Network]:
         """Return what the transports have detected about the node's networks."""
-        surveys = (each.survey() for each in self.transports if isinstance(each, Surveying))
+        surveys = (
+            each.survey() for each in self.transports if isinstance(each, SupportsNatDetection)
+        )
         return [network for network in surveys if network is not None]
 
     def reserve(self, peers: Iterable[Sequence[str]]) -> None:
@@ -61,13 +63,13 @@ class Endpoints:
         rounds = chain.from_iterable(zip_longest(*([*each][:MAX_RESERVED] for each in hosts_of)))
         hosts = list(dict.fromkeys(host for host in rounds if host is not None))
         for listener in self.listeners:
-            if isinstance(listener, Reserving):
+            if isinstance(listener, ReservesHandshakeSlots):
                 listener.reserve(hosts)
 
     def on_change(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` whenever `addresses` may have changed."""
         for listener in self.listeners:
-            if isinstance(listener, Moving):
+            if isinstance(listener, NotifiesAddressChange):
                 listener.on_change(callback)
 
 
@@ -93,10 +95,10 @@ def prepare(transports: Sequence[Transport], key: NodeKey, relays: Sequence[str]
         UserError: no transport supports relays, or the address of a relay is invalid.
     """
     for transport in transports:
-        if isinstance(transport, Identified):
+        if isinstance(transport, SupportsIdentity):
             transport.identify(key.seed)
     for relay in relays:
-        takers = [transport for transport in transports if isinstance(transport, Relaying)]
+        takers = [transport for transport in transports if isinstance(transport, SupportsRelays)]
         if not takers:
             names = ", ".join(f"`{transport.name}`" for transport in transports)
             raise UserError(

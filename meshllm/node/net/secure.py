@@ -37,12 +37,12 @@ from meshllm.transport.contract import (
     MAX_MESSAGE_BYTES,
     Buffer,
     Channel,
-    Guarded,
+    HasPeerHost,
+    HasPeerKey,
     ImmediateSender,
-    Known,
     Link,
     LinkStatistics,
-    Located,
+    SupportsUnreadLimit,
     checked_size,
 )
 from meshllm.transport.gathering import together
@@ -103,7 +103,7 @@ class SecureLink:
         """Protocol features that the peer supports."""
         self.address = ""
         """The dialled address; empty if the peer dialled."""
-        self.host = link.peer_host if isinstance(link, Located) else ""
+        self.host = link.peer_host if isinstance(link, HasPeerHost) else ""
         """The IP address that the peer comes from; empty if it is unknown."""
         self._link = link
         self._immediate = link if isinstance(link, ImmediateSender) else None
@@ -147,7 +147,7 @@ class SecureLink:
         return is_sent
 
     def together(self) -> AbstractContextManager[None]:
-        """Send what is offered inside the context together; see `contract.Gathers.together`."""
+        """Send what is offered inside the context together; see `SupportsBatchedSend`."""
         return together(self._link)
 
     async def receive(self) -> tuple[Channel, Buffer]:
@@ -335,12 +335,12 @@ def _check_size(message: Sequence[Buffer]) -> None:
 
 def _refuse_other(link: Link, peer: NodeId) -> None:
     """Raise `NotAuthorised` if the transport has authenticated a different peer."""
-    if isinstance(link, Known) and link.peer_key != peer:
+    if isinstance(link, HasPeerKey) and link.peer_key != peer:
         raise NotAuthorised("The peer claims another node id than the transport has authenticated")
 
 
 def _limit_unread(link: Link, size: int | None) -> None:
-    if isinstance(link, Guarded):
+    if isinstance(link, SupportsUnreadLimit):
         link.limit_unread(size)
 
 

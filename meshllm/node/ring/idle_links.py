@@ -41,7 +41,7 @@ class IdleLink:
         return self._immediate is not None and self._immediate.offer(message, channel)
 
     def together(self) -> AbstractContextManager[None]:
-        """See `contract.Gathers`."""
+        """See `contract.SupportsBatchedSend`."""
         return together(self._link)
 
     async def receive(self) -> tuple[contract.Channel, contract.Buffer]:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from math import inf
 from typing import Self
 
-from meshllm.model.split.anatomy import PROBE_ERRORS
 from meshllm.model.split.received_rows import ReceivedRows
 from meshllm.model.split.session_cache import SessionCache
+from meshllm.model.split.structure import PROBE_ERRORS
 from meshllm.model.steps.runner import SpanRunner
 from meshllm.names import NodeId, SessionId, Span
 from meshllm.node.ring.model_runtime import ModelRuntime

@@ -16,8 +16,8 @@ from meshllm.model.files.source import Source
 from meshllm.model.pauses import pause
 from meshllm.model.shape import ModelShape, reclaim
 from meshllm.model.speculation.draft_model import Draft, ModelDrafting
+from meshllm.model.split.meta_model import MetaModel, build
 from meshllm.model.split.session_cache import SentRows
-from meshllm.model.split.skeleton import Skeleton, build
 from meshllm.model.steps.lm_head import Parts, find_parts, parts_of
 from meshllm.model.steps.load import load_shard
 from meshllm.model.steps.runner import Runner, SpanRunner
@@ -124,7 +124,7 @@ class SpanLoader:
         self._kept = _Kept()
         self._ahead = _Kept()  # for the plan that may follow; some of it is also kept
         self._is_untidy = False  # something that was kept has been released
-        self._whole: Skeleton | None = None  # once it was needed
+        self._whole: MetaModel | None = None  # once it was needed
         self._head_parts: list[Parts | None] | None = None  # how the LM head is split, once known
 
     def load(self, part: RankPart) -> LoadedSpan:

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from meshllm.model.split.skeleton import build
+from meshllm.model.split.meta_model import build
 from meshllm.model.steps.execution import mixes
 from meshllm.names import SessionId, WireMode
 from meshllm.node.session.wire import sealed

@@ -15,13 +15,13 @@ from meshllm.errors import ContextTooLong, ModelError, UserError
 from meshllm.model.sampling import logprobs, validate
 from meshllm.model.text import grammar_trial
 from meshllm.model.text.answer_parser import AnswerParser
-from meshllm.model.text.detokenizer import TextStream
+from meshllm.model.text.detokenizer import Detokenizer
 from meshllm.model.text.grammar import Constraint, Vocabulary
 from meshllm.model.text.reasoning import (
     ReasoningFormat,
     ReasoningLimit,
     ReasoningParser,
-    most_of_effort,
+    max_reasoning_tokens_of,
 )
 from meshllm.model.text.tokenizer import Text, is_long, length_of
 from meshllm.model.text.tool_format import MARKERS, Function, call_grammar
@@ -222,7 +222,7 @@ class RingBackend:
         text, grammar = self.text, await self._grammar(request)
         limits = [request.max_reasoning]
         if not text.style.takes_effort:
-            limits.append(most_of_effort(request.effort, request.max_tokens))
+            limits.append(max_reasoning_tokens_of(request.effort, request.max_tokens))
         most = min((each for each in limits if each is not None), default=None)
         if reasoning and (grammar or most is not None):
             begin, end = map(text.markers.get, (reasoning.form.begin, reasoning.form.end))
@@ -282,7 +282,7 @@ class _Transcript:
     """The text and the log probabilities of an answer."""
 
     text: Text
-    stream: TextStream
+    stream: Detokenizer
     parser: AnswerParser
     top: int | None
     """Likeliest tokens to report; None reports no log probabilities."""
@@ -428,7 +428,7 @@ class _Reasoning(NamedTuple):
 class _Prepared(NamedTuple):
     """What reads the answer to a request."""
 
-    stream: TextStream
+    stream: Detokenizer
     parser: AnswerParser
     reasoning: _Reasoning | None
 

@@ -84,7 +84,7 @@ class QuicLink:
 
     @property
     def peer_host(self) -> str:
-        """The IP address of the peer now, see `meshllm.transport.contract.Located`."""
+        """The IP address of the peer now, see `meshllm.transport.contract.HasPeerHost`."""
         return self._wire.peer_host
 
     async def send(self, message: Sequence[Buffer], channel: Channel = Channel.DATA) -> None:

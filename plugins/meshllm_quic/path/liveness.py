@@ -20,10 +20,10 @@ check is then extended once, for a short time.
 from enum import Enum, auto
 
 HEARTBEAT = 5.0  # s for which a reply proves the route
-PATIENCE = 1.0  # s; minimum timeout of a check: the ring drops a silent neighbour after 3 s
-MAX_PATIENCE = 10.0  # s; with HEARTBEAT, a route is dead after at most 15 s
+MIN_CHECK_S = 1.0  # s; minimum timeout of a check: the ring drops a silent neighbour after 3 s
+MAX_CHECK_S = 10.0  # s; with HEARTBEAT, a route is dead after at most 15 s
 ROUND_TRIPS = 3
-HASTE = 0.3  # s; minimum timeout of a check while another address answers
+SHORT_CHECK_S = 0.3  # s; minimum timeout of a check while another address answers
 CALM = 1.0  # s after a reply in which `suspect` is ignored
 GRACE = 0.25  # s
 
@@ -55,7 +55,7 @@ class Liveness:
         if self.since is not None:
             return self._end
         if not self._is_direct:
-            return None if self._waiting is None else self._waiting + PATIENCE
+            return None if self._waiting is None else self._waiting + MIN_CHECK_S
         heartbeat = self._answered + HEARTBEAT
         return heartbeat if self._waiting is None else min(heartbeat, self._waiting + self._doubt)
 
@@ -104,11 +104,11 @@ class Liveness:
 
     @property
     def _patience(self) -> float:
-        return min(max(ROUND_TRIPS * self._round_trip_s, PATIENCE), MAX_PATIENCE)
+        return min(max(ROUND_TRIPS * self._round_trip_s, MIN_CHECK_S), MAX_CHECK_S)
 
     @property
     def _haste(self) -> float:
-        return min(max(ROUND_TRIPS * self._round_trip_s, HASTE), MAX_PATIENCE)
+        return min(max(ROUND_TRIPS * self._round_trip_s, SHORT_CHECK_S), MAX_CHECK_S)
 
     @property
     def _doubt(self) -> float:

@@ -12,7 +12,7 @@ from meshllm.model.parity import check, verdict
 from meshllm.model.parity.check import ParityReport, Split
 from meshllm.model.parity.verdict import Verdict
 from meshllm.model.split import onemkl
-from meshllm.model.split.skeleton import Part
+from meshllm.model.split.meta_model import Part
 from meshllm.names import Span
 from tests.cli.conftest import Invoke
 

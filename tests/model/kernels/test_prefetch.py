@@ -115,7 +115,7 @@ def test_ways_of_bf16_are_measured_with_more_weights_than_caches_hold(
 ) -> None:
     multiplied, multiply = list[int](), Bf16Matrix._multiply
 
-    def note(matrix: Bf16Matrix, rows: Tensor, way: gemm_bf16._Way) -> Tensor:
+    def note(matrix: Bf16Matrix, rows: Tensor, way: gemm_bf16._ReadMode) -> Tensor:
         multiplied.append(matrix._weights)
         return multiply(matrix, rows, way)
 
@@ -123,7 +123,7 @@ def test_ways_of_bf16_are_measured_with_more_weights_than_caches_hold(
     monkeypatch.setattr(Bf16Matrix, "_multiply", note)
 
     threads = torch.get_num_threads()
-    assert gemm_bf16._choose_way(1, 1, 64, 1024, threads) in gemm_bf16._WAYS.values()
+    assert gemm_bf16._choose_way(1, 1, 64, 1024, threads) in gemm_bf16._READ_MODES.values()
 
     assert len(set(multiplied)) * 2 * 2048 * 1024 >= uncached_bytes()
 
@@ -212,7 +212,7 @@ def test_ways_to_read_change_no_bit(rows: int, bias: Tensor | None) -> None:
     together = [1, 4] if jit.registers() > LANES else [1]
 
     first, *others = (
-        matrix._multiply(x, gemm_bf16._Way(outputs, has_prefetch))
+        matrix._multiply(x, gemm_bf16._ReadMode(outputs, has_prefetch))
         for outputs in together
         for has_prefetch in (False, True)
     )

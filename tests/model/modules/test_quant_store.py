@@ -23,7 +23,7 @@ from meshllm.model.modules.quant_store import (
     load,
     save,
 )
-from meshllm.model.split.skeleton import Part, build, strip
+from meshllm.model.split.meta_model import Part, build, strip
 from meshllm.names import Span
 from meshllm.testing.models import tiny_model
 
@@ -221,20 +221,20 @@ def test_a_file_in_use_is_not_evicted(file: Path) -> None:
 
 def test_every_weight_of_a_part_has_a_digest(tmp_path: Path) -> None:
     source = tiny_model(tmp_path / "model", "qwen3")
-    skeleton = build(source.config, torch.float32)
-    strip(skeleton, Part(Span(1, 3), embed=False, head=False))
+    meta_model = build(source.config, torch.float32)
+    strip(meta_model, Part(Span(1, 3), embed=False, head=False))
 
-    digests = digest_weights(skeleton, source.folder, tmp_path)
+    digests = digest_weights(meta_model, source.folder, tmp_path)
 
-    assert set(digests) == {name for name, _ in skeleton.model.named_parameters()}
+    assert set(digests) == {name for name, _ in meta_model.model.named_parameters()}
     assert len(set(digests.values())) == len(digests)
 
 
 def test_merged_experts_have_one_digest(tmp_path: Path) -> None:
     source = tiny_model(tmp_path / "model", "qwen3_moe")
-    skeleton = build(source.config, torch.float32)
+    meta_model = build(source.config, torch.float32)
 
-    digests = digest_weights(skeleton, source.folder, tmp_path)
+    digests = digest_weights(meta_model, source.folder, tmp_path)
 
     stacks = [d for name, d in digests.items() if name.endswith("experts.gate_up_proj")]
     assert stacks
@@ -245,19 +245,19 @@ def test_digests_do_not_need_the_weights_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = tiny_model(tmp_path / "model")
-    skeleton = build(source.config, torch.float32)
-    first = digest_weights(skeleton, source.folder, tmp_path)
+    meta_model = build(source.config, torch.float32)
+    first = digest_weights(meta_model, source.folder, tmp_path)
 
     monkeypatch.setattr("meshllm.model.files.manifest.hash_tensors", None)
 
-    assert digest_weights(skeleton, source.folder, tmp_path) == first
+    assert digest_weights(meta_model, source.folder, tmp_path) == first
 
 
 def test_damaged_weights_are_an_error(tmp_path: Path) -> None:
     source = tiny_model(tmp_path / "model")
-    skeleton = build(source.config, torch.float32)
+    meta_model = build(source.config, torch.float32)
     path = source.folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
 
     with pytest.raises(ModelError, match="damaged"):
-        digest_weights(skeleton, open_folder("model", source.folder).folder, tmp_path)
+        digest_weights(meta_model, open_folder("model", source.folder).folder, tmp_path)

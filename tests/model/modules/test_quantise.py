@@ -15,8 +15,8 @@ from meshllm.model.modules.quant_kernels import KERNELS
 from meshllm.model.modules.quant_linear import QuantLinear
 from meshllm.model.modules.quant_store import digest_weights
 from meshllm.model.modules.quantise import QuantReport, quantise
+from meshllm.model.split.meta_model import build
 from meshllm.model.split.shard import Shard
-from meshllm.model.split.skeleton import build
 from meshllm.model.steps.load import load_shard
 from meshllm.names import Quant, Span
 from meshllm.testing.models import stock_model, tiny_model

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from meshllm.model.parity import cases
 from meshllm.model.parity.cases import CASES, REFERENCES, RingSession, divide, layout, unequal
+from meshllm.model.split.meta_model import Part
 from meshllm.model.split.shard import Shard
-from meshllm.model.split.skeleton import Part
 from meshllm.names import Span
 
 IDS = torch.arange(32).reshape(2, 16)

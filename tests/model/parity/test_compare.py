@@ -11,8 +11,8 @@ from meshllm.model.parity import compare as module
 from meshllm.model.parity.cases import layout
 from meshllm.model.parity.compare import Depth, compare, measure, random_model, run_stock
 from meshllm.model.parity.families import read_table, tiny_config
-from meshllm.model.split.anatomy import PROBE_ERRORS
 from meshllm.model.split.shard import Shard
+from meshllm.model.split.structure import PROBE_ERRORS
 from meshllm.model.steps.load import load_shard
 from meshllm.names import Span
 from tests.builders.slow_cases import each_of

@@ -19,12 +19,12 @@ class Spy(TorchFunctionMode):
             print(function.__name__, args[0].dtype, args[0].numel())
         return function(*args, **(kwargs or {}))
 
-from meshllm.model.lean import lean
-with lean(), Spy():
+from meshllm.model.without_compiler import without_compiler
+with without_compiler(), Spy():
     from meshllm.model.files.source import load_stock, resolve
     from meshllm.model.parity.compare import random_model
     from meshllm.model.split.onemkl import rounds_by_alignment, warm_up_onemkl
-    from meshllm.model.split.skeleton import build
+    from meshllm.model.split.meta_model import build
     source = resolve("builtin")
 
 calls = {

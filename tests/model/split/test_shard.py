@@ -14,8 +14,8 @@ from transformers import DynamicCache
 
 from meshllm.errors import ModelError
 from meshllm.model.files.source import Source
+from meshllm.model.split.meta_model import Part
 from meshllm.model.split.shard import Shard
-from meshllm.model.split.skeleton import Part
 from meshllm.model.steps.load import load_shard
 from meshllm.names import Quant, Span
 from meshllm.testing.models import stock_model, tiny_model

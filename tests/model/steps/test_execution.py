@@ -9,7 +9,7 @@ from torch import nn
 
 from meshllm.model.device import CPU
 from meshllm.model.split.kv_cache import SpanCache
-from meshllm.model.split.skeleton import build
+from meshllm.model.split.meta_model import build
 from meshllm.model.steps import execution
 from meshllm.model.steps.execution import (
     NOT_CROPPABLE,

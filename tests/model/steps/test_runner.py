@@ -15,10 +15,10 @@ from torch import Tensor
 from meshllm.model.files.source import resolve
 from meshllm.model.locate import BUILTIN
 from meshllm.model.modules import linear_padded
-from meshllm.model.modules.exchange import most_invariant_rows
 from meshllm.model.modules.kernel_choice import has_bf16_dot
 from meshllm.model.modules.linear_bf16 import MOST_ROWS
 from meshllm.model.modules.quant_matrix import multiplies_matrices
+from meshllm.model.modules.replacement import most_invariant_rows
 from meshllm.model.split.shard import Shard
 from meshllm.model.split.stubs import ProjectionStub
 from meshllm.model.steps import strategies

@@ -244,7 +244,7 @@ def test_a_failed_trial_restores_the_modules(
     def find(model: nn.Module, *how: Any) -> dict[Any, int]:
         return dict.fromkeys(find_min_rows(model, *how) or (), 2)
 
-    monkeypatch.setattr("meshllm.model.modules.exchange.find_min_rows", find)
+    monkeypatch.setattr("meshllm.model.modules.replacement.find_min_rows", find)
     monkeypatch.setattr(linear_bf16, "choose_kernel", lambda _: LinearKernel.TORCH)
     source = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshllm.model.text.detokenizer import TextStream
+from meshllm.model.text.detokenizer import Detokenizer
 from meshllm.strict_json import WrongField
 from tests.builders.small_tokenizers import byte_fallback, byte_level, metaspace, word_piece
 
@@ -24,7 +24,7 @@ def whole(tokenizer: Any, tokens: Sequence[int]) -> str:
 
 
 def pieces(tokenizer: Any, tokens: Sequence[int], stop: Sequence[str] = ()) -> list[str]:
-    stream = TextStream(lambda ids: whole(tokenizer, ids), stop=stop)
+    stream = Detokenizer(lambda ids: whole(tokenizer, ids), stop=stop)
     return [*map(stream.push, tokens), stream.finish()]
 
 
@@ -116,7 +116,7 @@ def test_an_incomplete_character_ends_as_one_replacement() -> None:
 
 
 def test_finish_returns_nothing_twice() -> None:
-    stream = TextStream(lambda ids: "a st" if ids else "", stop=["stop"])
+    stream = Detokenizer(lambda ids: "a st" if ids else "", stop=["stop"])
 
     assert stream.push(0) == "a "
     assert stream.finish() == "st"
@@ -145,7 +145,7 @@ def test_a_token_costs_the_same_late_in_an_answer(kind: str) -> None:
         windows.append(len(ids))
         return whole(tokenizer, ids)
 
-    stream = TextStream(decode)
+    stream = Detokenizer(decode)
     text = "".join([*map(stream.push, tokens), stream.finish()])
 
     assert max(windows) <= 66
@@ -172,7 +172,7 @@ def test_a_text_ends_before_its_first_stop(
     stop=st.lists(st.text("ab", min_size=1, max_size=5), max_size=3),
 )
 def test_the_cut_does_not_depend_on_the_tokens(parts: list[str], stop: list[str]) -> None:
-    stream = TextStream(lambda ids: "".join(parts[i] for i in ids), stop=stop)
+    stream = Detokenizer(lambda ids: "".join(parts[i] for i in ids), stop=stop)
 
     shown = [*map(stream.push, range(len(parts))), stream.finish()]
 
@@ -183,7 +183,7 @@ def test_the_cut_does_not_depend_on_the_tokens(parts: list[str], stop: list[str]
 
 def test_a_possible_start_of_a_stop_text_is_held_back() -> None:
     words = ["one ", "<|", "im", "_end", "ing", "<|im_end|>", "more"]
-    stream = TextStream(lambda ids: "".join(words[i] for i in ids), stop=["<|im_end|>"])
+    stream = Detokenizer(lambda ids: "".join(words[i] for i in ids), stop=["<|im_end|>"])
 
     shown = [stream.push(token) for token in range(7)]
 
@@ -194,7 +194,7 @@ def test_a_possible_start_of_a_stop_text_is_held_back() -> None:
 
 @pytest.mark.parametrize("words", [["xabcx"], ["x", "a", "b", "c"], ["xa", "bc"]])
 def test_of_two_stops_the_first_to_be_complete_counts(words: list[str]) -> None:
-    stream = TextStream(lambda ids: "".join(words[i] for i in ids), stop=["abc", "b"])
+    stream = Detokenizer(lambda ids: "".join(words[i] for i in ids), stop=["abc", "b"])
 
     assert "".join(map(stream.push, range(len(words)))) == "xa"
 
@@ -202,4 +202,4 @@ def test_of_two_stops_the_first_to_be_complete_counts(words: list[str]) -> None:
 @pytest.mark.parametrize("stop", [[""], ["x" * 1025], ["x"] * 65])
 def test_impossible_stop_texts_are_refused(stop: list[str]) -> None:
     with pytest.raises(WrongField, match="stop text"):
-        TextStream(lambda _: "", stop=stop)
+        Detokenizer(lambda _: "", stop=stop)

@@ -15,7 +15,7 @@ from meshllm.model.text.reasoning import (
     ReasoningFormat,
     ReasoningLimit,
     ReasoningParser,
-    most_of_effort,
+    max_reasoning_tokens_of,
 )
 
 THINK = ReasoningFormat(*PAIRS[0])
@@ -124,6 +124,6 @@ def test_an_answer_under_a_constraint_may_begin_with_reasoning() -> None:
 
 
 def test_an_effort_limits_the_reasoning_to_a_share_of_the_answer() -> None:
-    assert most_of_effort("medium", 1000) == 500
-    assert most_of_effort("medium", None) == EFFORT_TOKENS // 2
-    assert most_of_effort(None, None) is None
+    assert max_reasoning_tokens_of("medium", 1000) == 500
+    assert max_reasoning_tokens_of("medium", None) == EFFORT_TOKENS // 2
+    assert max_reasoning_tokens_of(None, None) is None

@@ -12,17 +12,17 @@ from meshllm.errors import LinkLost, UserError
 from meshllm.testing.transports import Terms, check_transport
 from meshllm.transport.contract import (
     Channel,
-    Guarded,
-    Identified,
+    HasPeerHost,
+    HasPeerKey,
     ImmediateSender,
-    Known,
     Link,
     Listener,
-    Located,
-    Moving,
+    NotifiesAddressChange,
     Path,
-    Relaying,
-    Surveying,
+    SupportsIdentity,
+    SupportsNatDetection,
+    SupportsRelays,
+    SupportsUnreadLimit,
     Transport,
 )
 from meshllm_quic.base.identity import Identity
@@ -98,13 +98,13 @@ async def test_optional_contracts_are_implemented() -> None:
 
     async with linked(transport) as (one, _), transport.listen(ANY) as listener:
         assert isinstance(transport, Transport)
-        assert isinstance(transport, Identified)
-        assert isinstance(transport, Relaying)
-        assert isinstance(transport, Surveying)
-        assert isinstance(listener, Moving)
-        assert isinstance(one, Guarded)
-        assert isinstance(one, Known)
-        assert isinstance(one, Located)
+        assert isinstance(transport, SupportsIdentity)
+        assert isinstance(transport, SupportsRelays)
+        assert isinstance(transport, SupportsNatDetection)
+        assert isinstance(listener, NotifiesAddressChange)
+        assert isinstance(one, SupportsUnreadLimit)
+        assert isinstance(one, HasPeerKey)
+        assert isinstance(one, HasPeerHost)
 
 
 async def test_two_processes_reach_each_other() -> None:
@@ -242,7 +242,7 @@ async def test_an_unresolvable_name_is_a_lost_link() -> None:
 async def registered(listener: Listener) -> None:
     """Wait until the listener is registered at a relay."""
     changed = asyncio.Event()
-    assert isinstance(listener, Moving)
+    assert isinstance(listener, NotifiesAddressChange)
     listener.on_change(changed.set)
     if "@" not in "".join(listener.addresses):
         await changed.wait()

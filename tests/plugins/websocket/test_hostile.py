@@ -19,10 +19,10 @@ from meshllm.testing.links import read
 from meshllm.transport.contract import (
     MAX_MESSAGE_BYTES,
     Channel,
-    Guarded,
+    HasPeerHost,
     Listener,
-    Located,
-    Reserving,
+    ReservesHandshakeSlots,
+    SupportsUnreadLimit,
 )
 from meshllm.transport.half_open import Limits
 from meshllm.transport.laned_link import LanedLink
@@ -190,7 +190,7 @@ async def test_exceeding_the_credit_closes_the_link() -> None:
 
 async def test_unread_bytes_of_an_unauthenticated_peer_are_limited() -> None:
     async with listening() as place, stranger(place) as ((reader, writer), link):
-        assert isinstance(link, Guarded)
+        assert isinstance(link, SupportsUnreadLimit)
         link.limit_unread(1000)
         writer.write(piece(FIRST, MAX_MESSAGE_BYTES, bytes(PIECE_BYTES)))
         await all_of(reader)
@@ -269,12 +269,12 @@ async def test_clients_of_a_proxy_do_not_take_the_places_of_each_other() -> None
         opened = await proxied(place, stack, clients)
         links = [await anext(aiter(place.links())) for _ in clients]
         for link in links:
-            assert isinstance(link, Guarded)
+            assert isinstance(link, SupportsUnreadLimit)
             link.limit_unread(1000)
         await proxied(place, stack, ["2001:db8::1"])  # an end before it would have been read
         later = await anext(aiter(place.links()))
 
-        assert [link.peer_host for link in links if isinstance(link, Located)] == clients
+        assert [link.peer_host for link in links if isinstance(link, HasPeerHost)] == clients
         assert not any(reader.at_eof() for reader, _ in opened)
         await asyncio.gather(*(link.close() for link in (*links, later)))
 
@@ -313,7 +313,7 @@ async def test_strangers_take_the_place_of_a_peer_only_if_its_host_is_not_known(
 ) -> None:
     monkeypatch.setattr(listener, "LIMITS", Limits(total=8, host=8, network=3))
     async with listening() as place:
-        assert isinstance(place, Reserving)
+        assert isinstance(place, ReservesHandshakeSlots)
         place.reserve(hosts)
         opened = []
         for number in range(2, 7):
@@ -338,12 +338,12 @@ async def test_unauthenticated_links_of_a_host_make_room_for_another() -> None:
         for _ in range(LIMITS.host + 1):
             silent.append(await transport.dial(place.address))
             taken.append(await anext(aiter(place.links())))
-            assert isinstance(taken[-1], Guarded)
+            assert isinstance(taken[-1], SupportsUnreadLimit)
             taken[-1].limit_unread(1000)
 
         with pytest.raises(LinkLost):
             await silent[0].receive()
-        assert isinstance(taken[1], Guarded)
+        assert isinstance(taken[1], SupportsUnreadLimit)
         taken[1].limit_unread(None)  # authenticated: it is not dropped
         for _ in range(2):
             silent.append(await transport.dial(place.address))

@@ -69,7 +69,7 @@ async def test_websocket_implements_the_contract() -> None:
 
 async def test_messages_that_are_offered_together_are_one_write() -> None:
     async with linked() as (one, other):
-        assert isinstance(one, contract.Gathers)
+        assert isinstance(one, contract.SupportsBatchedSend)
         assert isinstance(one._wire, WebsocketConnection)
         written, write = list[bytes](), one._wire.socket.write
 
@@ -89,7 +89,7 @@ async def test_messages_that_are_offered_together_are_one_write() -> None:
 async def test_a_message_is_sent_within_the_call_that_offers_it() -> None:
     async with linked() as (one, other):
         assert isinstance(one, contract.ImmediateSender)
-        assert isinstance(other, contract.Located)
+        assert isinstance(other, contract.HasPeerHost)
         assert one.peer_host == other.peer_host == "127.0.0.1"
         assert one.offer([b"now"])
         assert one.statistics.messages_sent == 1

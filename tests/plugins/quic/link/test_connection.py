@@ -10,7 +10,7 @@ from aioquic.quic.packet import encode_quic_retry
 
 from meshllm.errors import LinkLost, MeshError, PeerFault
 from meshllm.testing.clock import VirtualLoop
-from meshllm.transport.contract import MAX_MESSAGE_BYTES, Channel, Guarded, Link
+from meshllm.transport.contract import MAX_MESSAGE_BYTES, Channel, Link, SupportsUnreadLimit
 from meshllm.transport.linger import MOST_S, STALL_S
 from meshllm_quic.base.identity import IDLE_S, UNAUTHENTICATED_WINDOW, Identity
 from meshllm_quic.link.connection import (
@@ -331,7 +331,7 @@ async def test_an_unauthenticated_peer_fills_at_most_its_window() -> None:
 async def test_an_accepted_peer_gets_no_credit_before_it_is_authenticated(announced: int) -> None:
     async with street() as here:
         stranger, link = await greeted(here, HEAD.pack(MESSAGE, announced))
-        assert isinstance(link, Guarded)
+        assert isinstance(link, SupportsUnreadLimit)
         await asyncio.sleep(0)
         link.limit_unread(UNAUTHENTICATED_WINDOW)
         await stranger.live(1.0)

@@ -10,7 +10,7 @@ from aioquic.quic.packet import QuicPacketType, QuicProtocolVersion, pull_quic_h
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshllm.transport.contract import Path, Reserving
+from meshllm.transport.contract import Path, ReservesHandshakeSlots
 from meshllm.transport.half_open import groups
 from meshllm_quic.base.identity import Identity
 from meshllm_quic.link.admission import (
@@ -121,7 +121,7 @@ def test_a_newcomer_takes_the_place_of_the_oldest() -> None:
 async def test_a_listener_keeps_places_for_the_hosts_of_known_peers() -> None:
     transport = QuicTransport()
     async with transport.listen("127.0.0.1:0") as listener:
-        assert isinstance(listener, Reserving)
+        assert isinstance(listener, ReservesHandshakeSlots)
         endpoint = transport._live
         assert endpoint is not None
         listener.reserve(["10.0.0.1"])

@@ -5,10 +5,10 @@ import pytest
 from meshllm_quic.path.liveness import (
     CALM,
     GRACE,
-    HASTE,
     HEARTBEAT,
-    MAX_PATIENCE,
-    PATIENCE,
+    MAX_CHECK_S,
+    MIN_CHECK_S,
+    SHORT_CHECK_S,
     Liveness,
     RouteVerdict,
 )
@@ -33,7 +33,10 @@ def fate(watched: Liveness) -> list[tuple[float, RouteVerdict]]:
 def test_an_idle_route_is_checked_after_a_heartbeat_and_dead_when_nothing_answers() -> None:
     checked = 100.0 + HEARTBEAT
 
-    assert fate(watch()) == [(checked, RouteVerdict.CHECK), (checked + PATIENCE, RouteVerdict.DEAD)]
+    assert fate(watch()) == [
+        (checked, RouteVerdict.CHECK),
+        (checked + MIN_CHECK_S, RouteVerdict.DEAD),
+    ]
 
 
 def test_silence_after_something_was_sent_is_checked_soon() -> None:
@@ -43,8 +46,8 @@ def test_silence_after_something_was_sent_is_checked_soon() -> None:
 
     checked, dead = fate(watched)
 
-    assert checked == (101.0 + PATIENCE / 3, RouteVerdict.CHECK)
-    assert dead == (101.0 + PATIENCE, RouteVerdict.DEAD)
+    assert checked == (101.0 + MIN_CHECK_S / 3, RouteVerdict.CHECK)
+    assert dead == (101.0 + MIN_CHECK_S, RouteVerdict.DEAD)
 
 
 def test_received_data_delays_the_check() -> None:
@@ -75,7 +78,7 @@ def test_a_reply_covers_all_data_sent_before_it() -> None:
     assert watched.deadline == 101.1 + HEARTBEAT
 
 
-@pytest.mark.parametrize(("round_trip_s", "patience"), [(0.8, 2.4), (60.0, MAX_PATIENCE)])
+@pytest.mark.parametrize(("round_trip_s", "patience"), [(0.8, 2.4), (60.0, MAX_CHECK_S)])
 def test_the_timeout_is_three_round_trips_up_to_a_limit(
     round_trip_s: float, patience: float
 ) -> None:
@@ -92,11 +95,11 @@ def test_a_check_is_shorter_if_another_address_replies() -> None:
 
     watched.shorten()
 
-    assert watched.deadline == 105.0 + HASTE
+    assert watched.deadline == 105.0 + SHORT_CHECK_S
 
 
 @pytest.mark.parametrize(
-    ("round_trip_s", "least_s"), [(0.01, HASTE), (0.2, 0.6), (60.0, MAX_PATIENCE)]
+    ("round_trip_s", "least_s"), [(0.01, SHORT_CHECK_S), (0.2, 0.6), (60.0, MAX_CHECK_S)]
 )
 def test_a_check_that_begins_late_takes_a_short_while_at_least(
     round_trip_s: float, least_s: float
@@ -151,7 +154,7 @@ def test_a_relayed_route_is_judged_by_silence_alone() -> None:
     watched.sent(150.0)
     deadlines.append(watched.deadline)
 
-    assert deadlines == [None, 150.0 + PATIENCE]
+    assert deadlines == [None, 150.0 + MIN_CHECK_S]
     assert watched.expire(150.9) is RouteVerdict.FINE
     assert watched.expire(152.0) is RouteVerdict.DEAD
     assert watched.expire(999.0) is RouteVerdict.FINE

@@ -16,7 +16,7 @@ from meshllm_quic.path.candidates import (
     MAX_REFLEXIVE,
     SERIES_S,
 )
-from meshllm_quic.path.liveness import HASTE, HEARTBEAT, PATIENCE
+from meshllm_quic.path.liveness import HEARTBEAT, MIN_CHECK_S, SHORT_CHECK_S
 from meshllm_quic.path.paths import (
     COMPARED,
     GAIN,
@@ -279,7 +279,7 @@ def test_a_silent_route_falls_back_to_the_relay_and_a_new_offer_follows() -> Non
     side.paths.heard(A, START + SERIES_S)
     side.paths.sent(START + SERIES_S)
 
-    side.run(START + SERIES_S, START + SERIES_S + PATIENCE)
+    side.run(START + SERIES_S, START + SERIES_S + MIN_CHECK_S)
 
     assert side.paths.route == RELAY
     assert side.actions.index(RouteChanged()) < side.actions.index(OfferCandidates())
@@ -290,7 +290,7 @@ def test_a_silent_route_falls_back_to_the_relay_and_a_new_offer_follows() -> Non
 def test_a_timed_out_path_needs_two_replies_to_return() -> None:
     side = direct()
     side.paths.sent(START + 20)
-    side.run(START + 20, START + 20 + PATIENCE)
+    side.run(START + 20, START + 20 + MIN_CHECK_S)
     first, second = probes(side.actions)[-1:] + probes(side.paths.expire(START + 30))[-1:]
 
     assert side.answer(first, START + 22) == []
@@ -308,7 +308,7 @@ def test_own_offers_are_rate_limited() -> None:
         side.run(START + second, START + second + 1)
         offers += side.actions.count(OfferCandidates())
 
-    assert 60 / (OFFER_AGAIN + PATIENCE + 1) - 1 <= offers <= 60 / OFFER_AGAIN
+    assert 60 / (OFFER_AGAIN + MIN_CHECK_S + 1) - 1 <= offers <= 60 / OFFER_AGAIN
 
 
 def test_without_a_relay_a_silent_path_is_kept_at_the_smallest_size() -> None:
@@ -317,7 +317,7 @@ def test_without_a_relay_a_silent_path_is_kept_at_the_smallest_size() -> None:
     side.run(START, START + SERIES_S, A)
     assert side.paths.size == 1452
 
-    side.run(START + SERIES_S, START + SERIES_S + HEARTBEAT + PATIENCE)
+    side.run(START + SERIES_S, START + SERIES_S + HEARTBEAT + MIN_CHECK_S)
 
     assert side.paths.route == Direct(A)
     assert side.paths.size == 1200
@@ -329,7 +329,7 @@ def test_a_relay_set_later_is_used_as_fallback() -> None:
     side.offered(A)
     side.paths.backup = RELAY
 
-    side.run(START, START + HEARTBEAT + PATIENCE)
+    side.run(START, START + HEARTBEAT + MIN_CHECK_S)
 
     assert side.paths.route == RELAY
 
@@ -337,7 +337,7 @@ def test_a_relay_set_later_is_used_as_fallback() -> None:
 def test_data_through_the_relay_replaces_a_silent_route_at_once() -> None:
     side = Side(Direct(A))
     side.offered(A)
-    now = side.run(START, START + HEARTBEAT + PATIENCE)
+    now = side.run(START, START + HEARTBEAT + MIN_CHECK_S)
     before, side.paths.backup = side.paths.route, RELAY
 
     assert RouteChanged() not in side.actions
@@ -348,7 +348,7 @@ def test_data_through_the_relay_replaces_a_silent_route_at_once() -> None:
 def test_a_live_route_is_kept_despite_data_through_the_relay() -> None:
     side = Side(Direct(A))
     side.offered(A)
-    now = side.run(START, START + HEARTBEAT + PATIENCE)
+    now = side.run(START, START + HEARTBEAT + MIN_CHECK_S)
     now = side.run(now, now + HEARTBEAT, A)
     side.paths.backup = RELAY
 
@@ -424,7 +424,7 @@ def test_a_silent_route_is_left_sooner_if_another_address_replies() -> None:
     (knock,) = probes(side.paths.heard(B, now))
     side.paths.expire(now)
     assert side.answer(knock, now) == []  # a reply from when the check began counts
-    side.run(now, now + HASTE)
+    side.run(now, now + SHORT_CHECK_S)
 
     assert side.paths.route == Direct(B)
 
@@ -505,7 +505,7 @@ def test_a_size_proven_after_the_route_timed_out_is_ignored() -> None:
     side.answer(probe, START + 0.01)
     (long,) = [p for p in probes(side.paths.expire(START + 0.01)) if p.packet.length == 1452]
     side.paths.sent(START + 1)
-    side.run(START + 1, START + 1 + PATIENCE)
+    side.run(START + 1, START + 1 + MIN_CHECK_S)
 
     assert side.answer(long, START + 3) == []
     assert side.paths.size == 1200
@@ -544,7 +544,7 @@ def test_of_several_other_addresses_the_fastest_becomes_the_route() -> None:
 
     side.answer(knocks[1], START + 7.01)
     side.answer(knocks[0], START + 7.05)
-    side.run(START + 7.05, START + 7 + HASTE)
+    side.run(START + 7.05, START + 7 + SHORT_CHECK_S)
 
     assert side.paths.route == Direct(C)
 
@@ -604,7 +604,7 @@ def test_a_silent_relay_leads_to_probes_of_formerly_validated_paths() -> None:
     side.paths.heard(None, START + 40)
     side.paths.sent(START + 40)
 
-    side.run(START + 40, START + 40 + PATIENCE)
+    side.run(START + 40, START + 40 + MIN_CHECK_S)
 
     assert to(side.actions) == [A]
 
@@ -711,7 +711,7 @@ def test_without_a_relay_the_first_reply_replaces_a_route_that_timed_out() -> No
     side = Side(Direct(A))
     side.offered(A)
     now = side.run(START, START + 3, A)
-    now = side.run(now, now + HEARTBEAT + PATIENCE)
+    now = side.run(now, now + HEARTBEAT + MIN_CHECK_S)
     assert side.paths.route == Direct(A)
 
     (probe,) = probes(side.paths.heard(B, now))

@@ -23,7 +23,7 @@ def test_loading_running_and_timing_replace_modules_in_one_place() -> None:
         if isinstance(node, ast.ImportFrom) and OWN & {each.name for each in node.names}
     }
 
-    assert users == {"model/modules/exchange.py"}
+    assert users == {"model/modules/replacement.py"}
 
 
 def test_a_quantised_shard_says_so_whatever_attention_it_has() -> None:

@@ -47,7 +47,7 @@ class _Stub(ModuleType):
 
 
 @contextmanager
-def lean() -> Iterator[None]:
+def without_compiler() -> Iterator[None]:
     """Import transformers, and build models on meta, without the unused parts.
 
     If torch's compiler is imported already, nothing changes. It can be imported afterwards.

@@ -14,10 +14,10 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from meshllm.errors import MeshError, ModelError
-from meshllm.model.lean import lean
 from meshllm.model.split.kv_cache import SpanCache
 from meshllm.model.split.rope import pinned_frequencies
 from meshllm.model.split.stubs import LayerStub
+from meshllm.model.without_compiler import without_compiler
 from meshllm.names import Span
 
 ARITIES = range(4)  # a layer returns a tensor (0) or a tuple of up to 3
@@ -56,7 +56,7 @@ class ForwardSignature:
 
 
 @dataclass(frozen=True, slots=True)
-class Anatomy:
+class ModelStructure:
     """The parts of a model, by dotted name."""
 
     layers: str
@@ -70,7 +70,7 @@ class Anatomy:
     call: ForwardSignature
 
 
-def examine(model: nn.Module, count: int) -> Anatomy:
+def find_structure(model: nn.Module, count: int) -> ModelStructure:
     """Find the parts of a stock model on meta that has ``count`` layers.
 
     Raises:
@@ -83,7 +83,7 @@ def examine(model: nn.Module, count: int) -> Anatomy:
         if (calls := _trace(model, layers, arity, call, ends)) is not None:
             middle = calls.index(layers)
             before, after = frozenset(calls[:middle]), frozenset(calls[middle + 1 :])
-            return Anatomy(layers, arity, before - after, after - before, call)
+            return ModelStructure(layers, arity, before - after, after - before, call)
     raise ModelError(f"`{type(model).__name__}` does not run without its layers")
 
 
@@ -134,7 +134,7 @@ def _trace(
     return calls if shape == PROBE and layers in calls else None
 
 
-@lean()
+@without_compiler()
 def run_on_meta(model: Any, call: ForwardSignature, cache: SpanCache) -> tuple[int, ...] | None:
     """Run a stock forward without data; return the shape of the logits, without V.
 

@@ -6,7 +6,7 @@ import textwrap
 import pytest
 from transformers.utils import import_utils
 
-from meshllm.model.lean import _last_exports
+from meshllm.model.without_compiler import _last_exports
 
 UNUSED = {
     "sympy",
@@ -18,19 +18,19 @@ UNUSED = {
 
 
 SPY = """
-    from meshllm.model import lean
-    given, stock_exports = [], lean._last_exports
+    from meshllm.model import without_compiler
+    given, stock_exports = [], without_compiler._last_exports
     def last(content):
         given.append((len(content), len(stock_exports(content))))
         return stock_exports(content)
-    lean._last_exports = last
+    without_compiler._last_exports = last
 """
 LOOK = """
     import builtins, io
-    from meshllm.model.lean import lean
+    from meshllm.model.without_compiler import without_compiler
     opened, stock = [], io.open
     builtins.open = lambda *it, **more: opened.append(str(it[0])) or stock(*it, **more)
-    with lean():
+    with without_compiler():
         import transformers
     from transformers import GPT2Config
     from transformers.utils import import_utils
@@ -40,7 +40,7 @@ LOOK = """
 COMPARE = """
     import json, os
     from pathlib import Path
-    from meshllm.model.lean import _structure_to_json
+    from meshllm.model.without_compiler import _structure_to_json
     whole, least = (sum(sizes) for sizes in zip(*given))
     print(len(given) > 999, least * 9 < whole)
     scan = import_utils.create_import_structure_from_path
@@ -63,7 +63,7 @@ REPAIRED = """
 """
 EACH = """
     import os, sys
-    import meshllm.model.lean  # and torch with it, once for all
+    import meshllm.model.without_compiler  # and torch with it, once for all
     for code in sys.argv[1:]:
         if not os.fork():
             exec(code, {})
@@ -112,18 +112,18 @@ def found() -> dict[str, str]:
         print("run", {UNUSED} & set(sys.modules))
 
         from meshllm.model.parity.families import read_table, tiny_config
-        from meshllm.model.split import skeleton
+        from meshllm.model.split import meta_model
         def look(kind):
-            skeleton._ANATOMIES.clear()
-            built = skeleton.build(tiny_config(kind, read_table()), torch.bfloat16)
+            meta_model._STRUCTURES.clear()
+            built = meta_model.build(tiny_config(kind, read_table()), torch.bfloat16)
             shapes = {{name: tuple(t.shape) for name, t in built.model.state_dict().items()}}
-            return shapes, built.anatomy
+            return shapes, built.structure
         kinds = "qwen3", "qwen3_moe", "mamba", "gpt2"
         without = [look(kind) for kind in kinds]
         print("meta", "torch._dynamo" in sys.modules)
 
-        from meshllm.model.lean import lean
-        with lean():
+        from meshllm.model.without_compiler import without_compiler
+        with without_compiler():
             from torch._dynamo import reset
             from torch.fx.experimental.symbolic_shapes import ShapeEnv
         print("names", reset.__module__, ShapeEnv.__module__, "sympy" in sys.modules)

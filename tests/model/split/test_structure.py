@@ -1,4 +1,4 @@
-"""The anatomy of a stock model, found by running it without its layers."""
+"""The structure of a stock model, found by running it without its layers."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -11,12 +11,12 @@ from transformers import LlamaConfig
 
 from meshllm.errors import ModelError
 from meshllm.model.parity.families import read_table, tiny_config
-from meshllm.model.split.anatomy import Anatomy, examine
-from meshllm.model.split.skeleton import build
+from meshllm.model.split.meta_model import build
+from meshllm.model.split.structure import ModelStructure, find_structure
 
 
-def anatomy_of(name: str) -> Anatomy:
-    return build(tiny_config(name, read_table()), torch.float32).anatomy
+def structure_of(name: str) -> ModelStructure:
+    return build(tiny_config(name, read_table()), torch.float32).structure
 
 
 @dataclass(frozen=True)
@@ -61,28 +61,28 @@ class Parts:
     ],
 )
 def test_the_ends_are_distinguished_from_the_layers(name: str, parts: Parts) -> None:
-    anatomy = anatomy_of(name)
+    structure = structure_of(name)
 
-    assert Parts(anatomy.layers, set(anatomy.inputs), set(anatomy.outputs)) == parts
+    assert Parts(structure.layers, set(structure.inputs), set(structure.outputs)) == parts
 
 
 @pytest.mark.parametrize(("name", "arity"), [("llama", 0), ("bloom", 1), ("bamba", 2)])
 def test_the_arity_of_the_layers_is_found(name: str, arity: int) -> None:
-    assert anatomy_of(name).arity == arity
+    assert structure_of(name).arity == arity
 
 
 def test_the_signature_of_the_forward_is_read() -> None:
-    assert anatomy_of("llama").call.position_ids
-    assert not anatomy_of("bloom").call.position_ids
-    assert anatomy_of("mamba").call.cache == "cache_params"
+    assert structure_of("llama").call.position_ids
+    assert not structure_of("bloom").call.position_ids
+    assert structure_of("mamba").call.cache == "cache_params"
 
 
 def test_the_model_is_unchanged_afterwards() -> None:
-    skeleton = build(tiny_config("llama", read_table()), torch.float32)
+    meta_model = build(tiny_config("llama", read_table()), torch.float32)
 
-    assert {type(layer).__name__ for layer in skeleton.parts} == {"LlamaDecoderLayer"}
-    assert skeleton.model.config._attn_implementation == "sdpa"
-    assert not skeleton.model.lm_head._forward_pre_hooks
+    assert {type(layer).__name__ for layer in meta_model.parts} == {"LlamaDecoderLayer"}
+    assert meta_model.model.config._attn_implementation == "sdpa"
+    assert not meta_model.model.lm_head._forward_pre_hooks
 
 
 class Odd(nn.Module):
@@ -101,12 +101,12 @@ class Odd(nn.Module):
 
 def test_a_model_that_does_not_run_without_its_layers_is_refused() -> None:
     with pytest.raises(ModelError, match="`Odd` does not run without its layers"):
-        examine(Odd(2), 2)
+        find_structure(Odd(2), 2)
 
 
 def test_a_model_without_a_list_of_layers_is_refused() -> None:
     with pytest.raises(ModelError, match="`Odd` has no list of 3 layers"):
-        examine(Odd(2), 3)
+        find_structure(Odd(2), 3)
 
 
 class Twin(nn.Module):
@@ -131,8 +131,8 @@ class Twin(nn.Module):
 
 @pytest.mark.parametrize("layers", [1, 3])
 def test_of_two_lists_the_layers_are_the_larger_one(layers: int) -> None:
-    anatomy = examine(Twin(layers), layers)
+    structure = find_structure(Twin(layers), layers)
 
-    assert (anatomy.layers, anatomy.arity) == ("blocks", 0)
-    assert [*anatomy.inputs, *anatomy.outputs] == ["embed", "head"]
-    assert (anatomy.call.cache, anatomy.call.logits_to_keep) == ("past_key_values", False)
+    assert (structure.layers, structure.arity) == ("blocks", 0)
+    assert [*structure.inputs, *structure.outputs] == ["embed", "head"]
+    assert (structure.call.cache, structure.call.logits_to_keep) == ("past_key_values", False)

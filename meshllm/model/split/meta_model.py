@@ -14,14 +14,14 @@ from transformers.models.auto.auto_factory import _get_model_class
 from transformers.utils import logging
 
 from meshllm.errors import ModelError
-from meshllm.model.lean import lean
-from meshllm.model.split.anatomy import META_ERRORS, Anatomy, examine
 from meshllm.model.split.onemkl import warm_up_onemkl
+from meshllm.model.split.structure import META_ERRORS, ModelStructure, find_structure
 from meshllm.model.split.stubs import EndStub, LayerStub
+from meshllm.model.without_compiler import without_compiler
 from meshllm.names import Span
 
-MAX_ANATOMIES = 64
-_ANATOMIES = dict[tuple[type, str], Anatomy]()  # by class and config: a third of a build
+MAX_STRUCTURES = 64
+_STRUCTURES = dict[tuple[type, str], ModelStructure]()  # by class and config: a third of a build
 
 
 def row_dtype(config: Any, dtype: torch.dtype) -> torch.dtype:
@@ -53,37 +53,37 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Skeleton:
-    """A stock model on meta and its anatomy."""
+class MetaModel:
+    """A stock model on meta and its structure."""
 
     model: Any
     """A `PreTrainedModel`."""
-    anatomy: Anatomy
+    structure: ModelStructure
     layers: int
 
     @property
     def parts(self) -> nn.ModuleList:
         """The list of layers."""
-        return cast("nn.ModuleList", self.model.get_submodule(self.anatomy.layers))
+        return cast("nn.ModuleList", self.model.get_submodule(self.structure.layers))
 
-    def foreign(self, part: Part) -> frozenset[str]:
+    def unused_ends(self, part: Part) -> frozenset[str]:
         """Return the ends that a part does not run, even if it holds their weights for a tie."""
-        inputs, outputs = self.anatomy.inputs, self.anatomy.outputs
+        inputs, outputs = self.structure.inputs, self.structure.outputs
         none: frozenset[str] = frozenset()
         return (none if part.embed else inputs) | (none if part.head else outputs)
 
-    @lean()
-    def copy_for(self, part: Part) -> "Skeleton":
+    @without_compiler()
+    def copy_for(self, part: Part) -> "MetaModel":
         """Copy all but the layers that a part does not hold, which is faster than to build it.
 
-        Those stay the layers of this skeleton, for `strip` to replace.
+        Those stay the layers of this model, for `strip` to replace.
         """
         known = {id(each): each for at, each in enumerate(self.parts) if at not in part.span}
         return replace(self, model=copy.deepcopy(self.model, known))
 
 
-@lean()
-def build(config: Any, dtype: torch.dtype, attention: str | None = None) -> Skeleton:
+@without_compiler()
+def build(config: Any, dtype: torch.dtype, attention: str | None = None) -> MetaModel:
     """Build a whole stock model on meta, as ``from_pretrained`` would.
 
     Raises:
@@ -107,11 +107,11 @@ def build(config: Any, dtype: torch.dtype, attention: str | None = None) -> Skel
             f"A `{config.model_type}` cannot be built from its config: {error}"
         ) from error
     key = kind, config.to_json_string()
-    if key not in _ANATOMIES:
-        if len(_ANATOMIES) >= MAX_ANATOMIES:
-            _ANATOMIES.clear()
-        _ANATOMIES[key] = examine(model, layers)
-    return Skeleton(model, _ANATOMIES[key], layers)
+    if key not in _STRUCTURES:
+        if len(_STRUCTURES) >= MAX_STRUCTURES:
+            _STRUCTURES.clear()
+        _STRUCTURES[key] = find_structure(model, layers)
+    return MetaModel(model, _STRUCTURES[key], layers)
 
 
 def check_causal(config: Any) -> None:
@@ -119,15 +119,15 @@ def check_causal(config: Any) -> None:
     _choose(config)
 
 
-def strip(skeleton: Skeleton, part: Part) -> None:
+def strip(meta_model: MetaModel, part: Part) -> None:
     """Replace by stubs what a part does not hold; either end keeps both sides of a tie."""
-    part.check(skeleton.layers)
-    model, anatomy = skeleton.model, skeleton.anatomy
-    for index, layer in enumerate(skeleton.parts):
+    part.check(meta_model.layers)
+    model, structure = meta_model.model, meta_model.structure
+    for index, layer in enumerate(meta_model.parts):
         if index not in part.span:
-            skeleton.parts[index] = LayerStub(layer, anatomy.arity)
+            meta_model.parts[index] = LayerStub(layer, structure.arity)
     ties = model.all_tied_weights_keys
-    for name in skeleton.foreign(part):
+    for name in meta_model.unused_ends(part):
         tied = any(weight.startswith(f"{name}.") for tie in ties.items() for weight in tie)
         if not (tied and (part.embed or part.head)):
             owner, _, leaf = name.rpartition(".")

@@ -18,7 +18,7 @@ from meshllm.model.modules.rms_norm import fuse_rms_norms, unfuse_rms_norms
 from meshllm.names import Quant
 
 
-def exchange_modules(  # noqa: PLR0913 -- keyword options
+def replace_modules(  # noqa: PLR0913 -- keyword options
     model: nn.Module,
     device: torch.device,
     quant: Quant = Quant.NONE,
@@ -57,7 +57,7 @@ def exchange_modules(  # noqa: PLR0913 -- keyword options
 
 
 def most_invariant_rows(model: nn.Module) -> float:
-    """Return the rows up to which matrices multiply each as if alone, after `exchange_modules`."""
+    """Return the rows up to which matrices multiply each as if alone, after `replace_modules`."""
     most = inf
     for module in model.modules():
         match module:

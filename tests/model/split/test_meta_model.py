@@ -8,9 +8,9 @@ from transformers.utils import logging
 
 from meshllm.errors import ModelError
 from meshllm.model.parity.families import read_table, tiny_config
-from meshllm.model.split import skeleton as skeletons
-from meshllm.model.split.anatomy import Anatomy, examine
-from meshllm.model.split.skeleton import Part, build, quiet, strip
+from meshllm.model.split import meta_model as meta_models
+from meshllm.model.split.meta_model import Part, build, quiet, strip
+from meshllm.model.split.structure import ModelStructure, find_structure
 from meshllm.model.split.stubs import EndStub, LayerStub
 from meshllm.names import Span
 
@@ -23,9 +23,9 @@ def llama(*, tied: bool) -> PreTrainedConfig:
 
 def held(config: PreTrainedConfig, part: Part) -> set[str]:
     """Return the names of the parameters that are left, except those inside a layer."""
-    skeleton = build(config, torch.float32)
-    strip(skeleton, part)
-    names = dict(skeleton.model.named_parameters())
+    meta_model = build(config, torch.float32)
+    strip(meta_model, part)
+    names = dict(meta_model.model.named_parameters())
     return {name.removesuffix(".weight") for name in names if ".layers." not in name}
 
 
@@ -62,24 +62,24 @@ def test_both_sides_of_a_tie_stay_with_either_end() -> None:
 
 
 def test_only_ties_of_weights_that_are_both_held_are_left() -> None:
-    skeleton = build(llama(tied=False), torch.float32)
+    meta_model = build(llama(tied=False), torch.float32)
     first, middle, last = (f"model.layers.{n}.input_layernorm.weight" for n in (0, 2, 3))
-    skeleton.model.all_tied_weights_keys = {middle: first, last: middle}
+    meta_model.model.all_tied_weights_keys = {middle: first, last: middle}
 
-    strip(skeleton, Part(Span(2, 4), embed=False, head=False))
+    strip(meta_model, Part(Span(2, 4), embed=False, head=False))
 
-    assert skeleton.model.all_tied_weights_keys == {last: middle}
+    assert meta_model.model.all_tied_weights_keys == {last: middle}
 
 
 def test_stubs_keep_the_index_of_their_layer() -> None:
-    skeleton = build(llama(tied=True), torch.float32)
+    meta_model = build(llama(tied=True), torch.float32)
 
-    strip(skeleton, Part(Span(2, 4), embed=False, head=False))
+    strip(meta_model, Part(Span(2, 4), embed=False, head=False))
 
-    stubs = [isinstance(layer, LayerStub) for layer in skeleton.parts]
+    stubs = [isinstance(layer, LayerStub) for layer in meta_model.parts]
     assert stubs == [True, True, False, False, True, True]
-    assert skeleton.model.model.layers[3].self_attn.layer_idx == 3
-    assert isinstance(skeleton.model.model.norm, EndStub)
+    assert meta_model.model.model.layers[3].self_attn.layer_idx == 3
+    assert isinstance(meta_model.model.model.norm, EndStub)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -107,22 +107,24 @@ def test_copies_for_parts_leave_the_whole_as_it_is(tied: bool) -> None:
 def test_the_text_model_of_a_wrapper_takes_the_text_config() -> None:
     config = Qwen3_5Config(text_config=tiny_config("qwen3_5_text", read_table()).to_dict())
 
-    skeleton = build(config, torch.float32)
+    meta_model = build(config, torch.float32)
 
-    assert type(skeleton.model).__name__ == "Qwen3_5ForCausalLM"
-    assert skeleton.layers == config.text_config.num_hidden_layers
+    assert type(meta_model.model).__name__ == "Qwen3_5ForCausalLM"
+    assert meta_model.layers == config.text_config.num_hidden_layers
 
 
-def test_the_anatomies_of_the_last_configs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_structures_of_the_last_configs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     examined = list[int]()
 
-    def noted(model: nn.Module, count: int) -> Anatomy:
+    def noted(model: nn.Module, count: int) -> ModelStructure:
         examined.append(count)
-        return examine(model, count)
+        return find_structure(model, count)
 
-    monkeypatch.setattr(skeletons, "examine", noted)
-    monkeypatch.setattr(skeletons, "MAX_ANATOMIES", 2)
-    monkeypatch.setattr(skeletons, "_ANATOMIES", kept := dict[tuple[type, str], Anatomy]())
+    monkeypatch.setattr(meta_models, "find_structure", noted)
+    monkeypatch.setattr(meta_models, "MAX_STRUCTURES", 2)
+    monkeypatch.setattr(
+        meta_models, "_STRUCTURES", kept := dict[tuple[type, str], ModelStructure]()
+    )
     for layers, count in ((2, 1), (3, 2), (2, 2), (3, 2), (4, 1)):
         build(LlamaConfig(num_hidden_layers=layers), torch.float32)
         assert len(kept) == count
