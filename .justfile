@@ -68,7 +68,7 @@ bench:
     python -m tests.bench.outline
     python -m tests.bench.ttft
     python -m tests.bench.load
-    python -m tests.bench.door
+    python -m tests.bench.api_server
     python -m tests.bench.departure
     python -m tests.bench.chat
     python -m tests.bench.where

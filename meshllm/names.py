@@ -27,7 +27,7 @@ charter
     the configuration of the whole mesh: the models and how their rings are chosen.
 replica
     one of several rings of the same model; its **group** are the nodes that it can use.
-door
+API server
     the HTTP API of a node or client: on a unix socket that only its owner can open, or on TCP.
 relay
     a server or node that forwards encrypted datagrams for nodes that cannot be dialled directly.

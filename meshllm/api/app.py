@@ -14,7 +14,7 @@ from meshllm.api.port import NodePort
 from meshllm.api.request_id import RequestIds
 from meshllm.api.respond import on_error
 from meshllm.api.v1 import chat, chat_socket, completions, embeddings, messages, models, responses
-from meshllm.api.v1.counting import Counting
+from meshllm.api.v1.counting import RequestLimitMiddleware
 
 
 def owner_application(node: NodePort) -> ASGIApp:
@@ -66,7 +66,7 @@ def public_application(
         ],
         middleware=[
             *([key_guard(policy, service.accounts)] if policy else []),
-            Middleware(Counting, service=service),
+            Middleware(RequestLimitMiddleware, service=service),
         ],
         exception_handlers=handlers,
     )

@@ -1,4 +1,4 @@
-"""`/owner/*`: what the owner of a door sees on TCP: keys, usage, metrics, and plans to try out."""
+"""`/owner/*`, what the owner sees on TCP: keys, usage, metrics, and plans to try out."""
 
 import asyncio
 import sqlite3
@@ -16,7 +16,7 @@ from meshllm.api.access.accounts import Accounts, Grouping, KeyLimits
 from meshllm.api.access.gate import AccessPolicy, owner_guard
 from meshllm.api.failure import ERRORS, on_error
 from meshllm.api.metrics import METRICS, exposition
-from meshllm.api.port import DoorPort
+from meshllm.api.port import ApiServerPort
 from meshllm.api.respond import read
 from meshllm.errors import LinkLost, MeshError, UserError
 from meshllm.status import PlanTerms, to_json
@@ -48,7 +48,7 @@ class _KeyName:
     name: str
 
 
-def owner_views(node: DoorPort, accounts: Accounts, policy: AccessPolicy) -> Starlette:
+def owner_views(node: ApiServerPort, accounts: Accounts, policy: AccessPolicy) -> Starlette:
     """Build the application of the owner's views; each request needs a key of the owner."""
     views = _OwnerViews(node, accounts)
     return Starlette(
@@ -67,7 +67,7 @@ def owner_views(node: DoorPort, accounts: Accounts, policy: AccessPolicy) -> Sta
 
 @dataclass(frozen=True, slots=True)
 class _OwnerViews:
-    node: DoorPort
+    node: ApiServerPort
     accounts: Accounts
 
     async def list_keys(self, _: Request) -> Response:

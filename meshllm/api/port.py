@@ -28,8 +28,8 @@ class ModelPort(Backend, Protocol):
         """Return the status of the node, its ring and its mesh."""
 
 
-class DoorPort(ModelPort, Protocol):
-    """What a door needs: the public API, and what the owner's views do."""
+class ApiServerPort(ModelPort, Protocol):
+    """What an API server needs: the public API, and what the owner's views do."""
 
     async def try_plan(self, terms: PlanTerms) -> PlannedRing:
         """Plan with other terms; nothing moves.
@@ -43,7 +43,7 @@ class DoorPort(ModelPort, Protocol):
         """Publish the API keys that the owner of this node revoked, the newest last."""
 
 
-class NodePort(DoorPort, Protocol):
+class NodePort(ApiServerPort, Protocol):
     """A node, as its owner controls it.
 
     All methods that are not asynchronous return at once, a snapshot of the node's own records.

@@ -43,7 +43,7 @@ KEEP_ALIVE_S = 10.0  # proxies close a connection that is idle for 30 to 60 s
 SHORT_BYTES = 16 * 1024  # of JSON that is read in a millisecond or two
 HELD_STEP = 256 * 1024  # of a longer body, which are counted at a time
 REST = 2.0  # times as long as a long one took
-MAX_LONG = 1024  # that wait to be read: more than a door has connections
+MAX_LONG = 1024  # that wait to be read: more than an API server has connections
 DRAIN_BYTES = 256 << 20  # of a body that is refused, for a client that reads after it has sent all
 
 

@@ -1,4 +1,4 @@
-"""The public application on TCP: the door that OpenAI's clients use."""
+"""The public application on TCP: the API server that OpenAI's clients use."""
 
 import asyncio
 import errno
@@ -19,7 +19,7 @@ from meshllm.api.app import public_application
 from meshllm.api.connection import MAX_OPEN, PublicProtocol
 from meshllm.api.generation.service import Service
 from meshllm.api.owner import owner_views
-from meshllm.api.port import DoorPort
+from meshllm.api.port import ApiServerPort
 from meshllm.api.serve import run_server
 from meshllm.errors import UserError, cannot_listen
 from meshllm.local_files import hint_of, reason_of
@@ -31,7 +31,7 @@ MAX_FILE_KEYS = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class DoorOptions:
+class ApiServerOptions:
     """Where to listen, and whom to let in."""
 
     host: str
@@ -46,11 +46,11 @@ class DoorOptions:
     """None: it is in the file of the certificate."""
     origins: tuple[str, ...] = ()
     create: str = "meshllm key create NAME"
-    """The command that creates a key for this door, for hints."""
+    """The command that creates a key for this API server, for hints."""
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class ApiServer:
     """A bound socket, and the policy for its requests."""
 
     bound: socket.socket
@@ -81,7 +81,7 @@ class Door:
         """Whether others on the network can read what is sent."""
         return not (self.tls or ip_address(self.bound.getsockname()[0]).is_loopback)
 
-    async def serve(self, node: DoorPort, closing: asyncio.Event | None = None) -> None:
+    async def serve(self, node: ApiServerPort, closing: asyncio.Event | None = None) -> None:
         """Serve until cancelled, or until what is in progress when ``closing`` is set has ended.
 
         That may take `DRAIN_S`.
@@ -109,10 +109,10 @@ class Door:
 
 
 @contextmanager
-def open_door(
-    options: DoorOptions, accounts: Accounts, recorder: Recorder | None = None
-) -> Iterator[Door]:
-    """Bind the socket of a door; it is closed at the end.
+def open_api_server(
+    options: ApiServerOptions, accounts: Accounts, recorder: Recorder | None = None
+) -> Iterator[ApiServer]:
+    """Bind the socket of an API server; it is closed at the end.
 
     Raises:
         UserError: the address cannot be used, a key is needed and there is none, or a file is
@@ -129,11 +129,11 @@ def open_door(
             raise UserError(f"The API needs a key for {place}, and there is none", hint=hint)
         hosts = LOOPBACK | {options.host.lower()}
         policy = AccessPolicy(needs_key, hosts, options.origins, file_keys)
-        yield Door(bound, policy, accounts, tls, recorder)
+        yield ApiServer(bound, policy, accounts, tls, recorder)
 
 
 def read_keys(path: Path) -> tuple[str, ...]:
-    """Read a private file of keys of a door, see `read_key_file`.
+    """Read a private file of keys of an API server, see `read_key_file`.
 
     Raises:
         UserError: others can read the file, or a key is too short or too long.
@@ -175,7 +175,7 @@ def _has_key(accounts: Accounts) -> bool:
     return any(each.state(now) == "active" for each in accounts.list_keys())
 
 
-def _tls(options: DoorOptions) -> dict[str, Path | None]:
+def _tls(options: ApiServerOptions) -> dict[str, Path | None]:
     if options.tls_cert is None:
         if options.tls_key is not None:
             raise UserError("`--tls-key` needs `--tls-cert`", hint="add `--tls-cert FILE`")

@@ -12,7 +12,7 @@ from pathlib import Path
 from meshllm.errors import UserError
 from meshllm.local_files import reason_of
 
-SOCKET = "door.sock"
+SOCKET = "api.sock"
 """Name of the socket in the state folder."""
 PATH_BYTES = 100  # sun_path has 104 bytes on macOS, 108 on Linux, with the terminating zero
 

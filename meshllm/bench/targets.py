@@ -60,7 +60,7 @@ class BackendTarget:
 
 
 @dataclass(frozen=True, slots=True)
-class DoorTarget:
+class HttpTarget:
     """An OpenAI-compatible API as a target: its `/v1/completions` takes token ids."""
 
     client: httpx2.AsyncClient
@@ -150,7 +150,7 @@ async def lines(response: httpx2.Response) -> AsyncGenerator[str, None]:
 
 
 @asynccontextmanager
-async def open_door_target(url: str, key: str | None) -> AsyncIterator[DoorTarget]:
+async def open_http_target(url: str, key: str | None) -> AsyncIterator[HttpTarget]:
     """Yield the API at a base URL, as `http://127.0.0.1:7780/v1`.
 
     Raises:
@@ -162,7 +162,7 @@ async def open_door_target(url: str, key: str | None) -> AsyncIterator[DoorTarge
         async with httpx2.AsyncClient(
             base_url=url, headers=headers, timeout=None, limits=unlimited
         ) as client:
-            yield DoorTarget(client)
+            yield HttpTarget(client)
     except httpx2.InvalidURL as error:
         raise UserError(f"Invalid URL `{url}`: {error}", hint=_URL_HINT) from None
 

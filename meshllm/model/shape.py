@@ -28,7 +28,7 @@ WORKSPACE_ROWS = 1024  # rows of a prefill chunk, as a rule
 STEP = 32  # rows of a step, as a rule
 BLOCK = 256  # rows; buffers grow by whole blocks
 SLACK = 64  # tokens kept beyond a sliding window, so that as many can be cropped
-MOST_ROWS = 4096  # of one forward
+MAX_ROWS = 4096  # of one forward
 _PAGE_MAP = Path("/proc/self/pagemap")
 _PRESENT = bytes(range(0x80, 0x100))  # values of the last byte of a page in memory
 _DONT_NEED = 4  # MADV_DONTNEED of Linux
@@ -106,7 +106,7 @@ def rows_for(count: int, window: int = 0) -> int:
     rows, or of an eighth of many rows, means that a row is copied at most nine times.
     """
     if window:  # with spare rows, or each step would move all rows
-        count = min(count, window - 1 + SLACK + MOST_ROWS) + BLOCK
+        count = min(count, window - 1 + SLACK + MAX_ROWS) + BLOCK
     block = max(BLOCK, 1 << max(0, count.bit_length() - 4))
     return -(-count // block) * block
 
@@ -140,7 +140,7 @@ def workspace_bytes(shape: ModelShape) -> int:
     layer has weights per column, twice with their float32 copies; a mask adds one row per row.
     """
     row = 2 * max(shape.layer_bytes) // shape.hidden_size + 8 * shape.hidden_size
-    mask = min(shape.context, MOST_ROWS) * shape.itemsize
+    mask = min(shape.context, MAX_ROWS) * shape.itemsize
     return WORKSPACE_ROWS * (row + mask) + STEP * shape.vocab_size * 4
 
 

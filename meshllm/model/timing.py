@@ -23,7 +23,7 @@ from meshllm.model.files.source import Source, stored_dtype
 from meshllm.model.hardware import uncached_bytes
 from meshllm.model.json_cache import load_cached, locked, store_cached
 from meshllm.model.kernels.jit import machine
-from meshllm.model.modules.linear_bf16 import MOST_ROWS
+from meshllm.model.modules.linear_bf16 import MAX_ROWS
 from meshllm.model.modules.replacement import replace_modules
 from meshllm.model.pages import huge_zeros
 from meshllm.model.pauses import pause
@@ -61,7 +61,7 @@ _CGROUP_FILES = {
 _STEP_BYTES = 192 << 20  # of the layers of timed steps, before they are quantised: so many that
 # fixed overhead counts little
 _HEAD_BYTES = 64 << 20  # of the timed part of the head
-_LEAST_BYTES = 16 << 20  # of each of these, however little memory is free
+_MIN_BYTES = 16 << 20  # of each of these, however little memory is free
 _TILE = 4099  # values; prime, so that no two rows of a matrix are equal
 
 
@@ -158,7 +158,7 @@ def _layer_seconds(
     """
     what, context = (source, dtype, quant, device), context_of(source.config) or max(ROWS)
     all_rows = [rows for rows in ROWS if rows <= context]
-    steps, layers = _step_seconds(*what, [rows for rows in all_rows if rows <= MOST_ROWS])
+    steps, layers = _step_seconds(*what, [rows for rows in all_rows if rows <= MAX_ROWS])
     if layers is not None and (device != CPU or len(layers.runner.span) > 1):
         layers = None
     reclaim()  # the weights: hooks and modules form cycles
@@ -204,7 +204,7 @@ def _stock_seconds(
         shard = _random_shard(
             meta_model, part, packed=dtype == stored_dtype(source), quant=quant, device=device
         )
-        few = (MOST_ROWS,) if device == CPU else ()
+        few = (MAX_ROWS,) if device == CPU else ()
         layers = _Layers(Runner(shard, few, run_untested), sizes)
     runner, sizes = layers.runner, layers.sizes
     shard, index = runner.shard, runner.span.start
@@ -289,7 +289,7 @@ def _head_seconds(
         meta_model, part, packed=dtype == stored_dtype(source), quant=quant, device=device
     )
 
-    runner = Runner(shard, (MOST_ROWS,), run_untested)
+    runner = Runner(shard, (MAX_ROWS,), run_untested)
 
     def seconds(rows: int) -> float:
         x = _hidden(shard, rows)
@@ -304,7 +304,7 @@ def _head_seconds(
 
 def _affordable(most: int, device: torch.device) -> int:
     """Bound ``most`` bytes by a quarter of the budget; weights may need as much again packed."""
-    return min(most, max(_LEAST_BYTES, memory_budget(device=device) // 4))
+    return min(most, max(_MIN_BYTES, memory_budget(device=device) // 4))
 
 
 class _Stopwatch:
@@ -338,7 +338,7 @@ def _typical(seconds: Callable[[int], float], rows: int, device: torch.device) -
         cold.fill_(len(times))
         wait(device)
         times.append(seconds(rows))
-    return min(times) if rows <= MOST_ROWS else median(times)
+    return min(times) if rows <= MAX_ROWS else median(times)
 
 
 def _hidden(shard: Shard, rows: int) -> Tensor:

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from meshllm.errors import MeshError
 from meshllm.names import SessionId
 from meshllm.node.timer import loop_time
-from meshllm.protocol.kv_cache.admission import Admission, Asker
+from meshllm.protocol.kv_cache.admission import Admission, Requester
 
 
 class AdmissionQueue:
@@ -20,7 +20,13 @@ class AdmissionQueue:
 
     @asynccontextmanager
     async def admitted(
-        self, session: SessionId, tokens: int, asker: Asker, name: str = "", *, answer: int = 0
+        self,
+        session: SessionId,
+        tokens: int,
+        requester: Requester,
+        name: str = "",
+        *,
+        answer: int = 0,
     ) -> AsyncIterator[None]:
         """Wait for admission, see `Admission.ask`; hold it inside the context.
 
@@ -32,7 +38,7 @@ class AdmissionQueue:
         waiter = self._waiting[session] = asyncio.get_running_loop().create_future()
         try:
             now = loop_time()
-            self._let_in(self._admission.ask(session, tokens, now, asker, name, answer=answer))
+            self._let_in(self._admission.ask(session, tokens, now, requester, name, answer=answer))
             await waiter
             yield
         finally:

@@ -37,7 +37,7 @@ from meshllm.node.net.beacon import MemberBeacons, open_beacon
 from meshllm.node.net.dialer import NodeDialer
 from meshllm.node.net.endpoints import by_scheme, prepare
 from meshllm.node.net.mesh_link import MeshLinks
-from meshllm.node.net.peer_address import Local, Machine, machine_secret
+from meshllm.node.net.peer_address import LocalAddressPolicy, SameHostDetector, machine_secret
 from meshllm.node.net.secure import SecureLink
 from meshllm.node.requests.model_list import models_from_json
 from meshllm.node.requests.peer_requests import MAX_PER_CLIENT
@@ -58,7 +58,7 @@ from meshllm.protocol.membership.records import ModelOffer
 from meshllm.protocol.ring.interruption import RingPlan
 from meshllm.protocol.trust.credential import Credential, Removals, check
 from meshllm.protocol.trust.fallbacks import MAX_FALLBACKS, Fallback
-from meshllm.protocol.trust.handshake import Own
+from meshllm.protocol.trust.handshake import LocalIdentity
 from meshllm.protocol.trust.ticket import Ticket
 from meshllm.request import Backend, Event, Request
 from meshllm.status import ModelStatus
@@ -207,7 +207,7 @@ class MeshClient:
 
     def _lasting(self) -> SavedRecords:
         """Return the removals, and the nodes that were named."""
-        records = SavedRecords.of(self.machine, lambda _: Local.NO)
+        records = SavedRecords.of(self.machine, lambda _: LocalAddressPolicy.NO)
         met = {at.node: at.addresses for at in self.machine.fallbacks}
         return replace(records, met=met, most=MAX_FALLBACKS)
 
@@ -236,7 +236,7 @@ class MeshClient:
         unmet = (trusted for trusted in self._awaited if self._reader(trusted) is None)
         return not self.links.by_peer or any(self._may_read(node, trusted) for trusted in unmet)
 
-    def _fallbacks(self) -> list[tuple[NodeId, tuple[str, ...], Local]]:
+    def _fallbacks(self) -> list[tuple[NodeId, tuple[str, ...], LocalAddressPolicy]]:
         """Return the nodes to dial; the inviter, which may be the lost one, is the second."""
         ticket = self._ticket
         fallbacks = [
@@ -246,7 +246,7 @@ class MeshClient:
             (fallback.node, fallback.addresses, local_of(self._here, self.machine.teller, fallback))
             for fallback in fallbacks
         ]
-        return [*named[:1], (ticket.inviter, ticket.addresses, Local.YES), *named[1:]]
+        return [*named[:1], (ticket.inviter, ticket.addresses, LocalAddressPolicy.YES), *named[1:]]
 
     async def entries(
         self, model: str = "", trusted: Sequence[str] | None = None
@@ -371,7 +371,7 @@ class MeshClient:
         return tuple(names)
 
     def backend(
-        self, asker: NodeId | None = None, model: str = "", group: GroupId | None = None
+        self, requester: NodeId | None = None, model: str = "", group: GroupId | None = None
     ) -> AbstractAsyncContextManager[Backend]:
         """Raise `LinkLost`: a client holds no model."""
         raise LinkLost("A client does not serve requests")
@@ -427,7 +427,7 @@ class _NoAdmission:
         """Return no tickets."""
         return ()
 
-    async def judge(self, *_: object) -> Credential:
+    async def authorize(self, *_: object) -> Credential:
         """Reject the peer."""
         raise UserError("A client does not accept links")
 
@@ -457,8 +457,8 @@ async def open_mesh_client(
                     raise
                 raise _too_many() from error
             credential = await redeem(store, ticket, link)
-        own = Own(store.key, instance, credential)
-        here = Machine(machine_secret(), credential.mesh)
+        own = LocalIdentity(store.key, instance, credential)
+        here = SameHostDetector(machine_secret(), credential.mesh)
         dialer = NodeDialer(by_scheme(transports), own, here)
         client = MeshClient(store, ticket, credential, dialer)
         client.restore()
@@ -501,14 +501,20 @@ def _too_many() -> UserError:
     )
 
 
-def local_of(here: Machine | None, teller: tuple[NodeId, bytes], fallback: Fallback) -> Local:
+def local_of(
+    here: SameHostDetector | None, teller: tuple[NodeId, bytes], fallback: Fallback
+) -> LocalAddressPolicy:
     """Return which addresses of this machine a fallback may have: all if a node here named it.
 
     The tag of the fallback alone proves nothing: members read it, and could add other addresses.
     Alone, that of the teller does not either: the addresses are those that the fallback publishes.
     """
     tags = teller, (fallback.node, fallback.machine)
-    return Local.HERE if here is not None and all(here.has(*tag) for tag in tags) else Local.NO
+    return (
+        LocalAddressPolicy.HERE
+        if here is not None and all(here.has(*tag) for tag in tags)
+        else LocalAddressPolicy.NO
+    )
 
 
 def _id_of(name: str) -> NodeId | None:

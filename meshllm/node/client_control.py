@@ -1,4 +1,4 @@
-"""A client of a mesh as a door sees it: its models, and the little that it knows of the mesh."""
+"""A client as its API server sees it: models, and the little that it knows of the mesh."""
 
 import asyncio
 import time
@@ -26,7 +26,7 @@ GLANCE_S = 2.0  # s that a status waits for the models; a page asks again every 
 
 @dataclass(slots=True)
 class ClientControl:
-    """The implementation of `DoorPort` over a client."""
+    """The implementation of `ApiServerPort` over a client."""
 
     client: MeshClient
     _since: float = field(default_factory=time.monotonic)
@@ -65,12 +65,12 @@ class ClientControl:
         """Raise `UserError`: a client knows nothing to plan with."""
         _ = terms
         raise UserError(
-            "This door is that of a client, which knows no nodes to plan with",
+            "This API server runs on a client, which knows no nodes to plan with",
             hint="use the page of a node, or `meshllm ring plan` there",
         )
 
     async def revoke(self, tags: Sequence[bytes]) -> None:
-        """Do nothing: the keys of this door are valid at no other one."""
+        """Do nothing: the keys of this API server are valid at no other one."""
 
     async def _known(self) -> tuple[Sequence[ModelStatus], str]:
         """Return the models, and why there are none."""

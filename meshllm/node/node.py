@@ -53,7 +53,7 @@ from meshllm.node.net.beacon import Beacon, MemberBeacons, open_beacon
 from meshllm.node.net.dialer import NodeDialer
 from meshllm.node.net.endpoints import Endpoints, open_endpoints
 from meshllm.node.net.mesh_link import MeshLinks
-from meshllm.node.net.peer_address import Machine, machine_secret
+from meshllm.node.net.peer_address import SameHostDetector, machine_secret
 from meshllm.node.net.secure import SecureLink
 from meshllm.node.options import FIRST_MODEL, NodeOptions
 from meshllm.node.provider import Provider
@@ -69,7 +69,7 @@ from meshllm.protocol.membership.duplicate_identity import DuplicateIdentity
 from meshllm.protocol.membership.mesh import Mesh
 from meshllm.protocol.membership.records import MAX_LABEL_BYTES, Profile
 from meshllm.protocol.trust.credential import NO_LIMITS, ClientLimits, Removal, Role, check
-from meshllm.protocol.trust.handshake import Own
+from meshllm.protocol.trust.handshake import LocalIdentity
 from meshllm.transport.contract import Transport
 
 if TYPE_CHECKING:  # a provider holds no layers, and imports no torch
@@ -116,8 +116,8 @@ class MeshNode:
             store.key, own.credential, own.incarnation, now=loop_time(), wall_s=time.time()
         )
         restore_records(store, self.machine, loop_time())
-        side = Own(store.key, own.incarnation, own.credential)
-        here = Machine(machine_secret(), own.credential.mesh)
+        side = LocalIdentity(store.key, own.incarnation, own.credential)
+        here = SameHostDetector(machine_secret(), own.credential.mesh)
         dialer = NodeDialer(endpoints.schemes, side, here)
         self._gate = MemberAdmission(store, own.credential, self.machine.removals, off_loop)
         self.links = MeshLinks(dialer, self.machine, self._gate, self)

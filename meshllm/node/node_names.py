@@ -9,7 +9,7 @@ from meshllm.errors import UserError
 from meshllm.names import SHORT_LETTERS, NodeId, parse_node, short, show
 from meshllm.protocol.membership.records import Profile
 
-MOST_NAMES = 4  # in a line of a terminal; a mesh may have hundreds of nodes
+MAX_NAMES = 4  # in a line of a terminal; a mesh may have hundreds of nodes
 
 Profiles: TypeAlias = Mapping[NodeId, Profile]
 
@@ -72,8 +72,8 @@ def names_of(nodes: Collection[NodeId], profiles: Profiles) -> str:
     texts = sorted(
         name if counts[name] == 1 else f"{name} ({short(node)})" for node, name in names.items()
     )
-    more = len(texts) - MOST_NAMES
-    return ", ".join(texts[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+    more = len(texts) - MAX_NAMES
+    return ", ".join(texts[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _find(text: str, profiles: Profiles) -> tuple[NodeId, ...]:

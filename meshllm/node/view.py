@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from meshllm.names import FIRST_GROUP, GroupId, LossCause, MeshId, NodeId
-from meshllm.node.requests.counts import Counts
+from meshllm.node.requests.counts import RequestCounters
 from meshllm.protocol.agreement.agreement import Agreement
 from meshllm.protocol.agreement.groups import Group
 from meshllm.protocol.membership.charter import Charter
@@ -98,7 +98,7 @@ class NodeView:
     """Running on the ranks of this node."""
     recomputed: Mapping[LossCause, int]
     """See `OwnState.recomputed`."""
-    counts: Counts
+    counts: RequestCounters
     group: GroupId = FIRST_GROUP
     """The ring in which it takes part."""
     rings: tuple[RingView, ...] = ()

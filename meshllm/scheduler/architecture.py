@@ -7,7 +7,7 @@ from typing import Any, Self
 from meshllm.errors import UserError
 from meshllm.names import Quant
 from meshllm.protocol.planning.plan import ModelSizes
-from meshllm.protocol.session.waiting import WaitingRoom
+from meshllm.protocol.session.waiting import RowQueueLimits
 
 ITEM_BYTES = 2  # of a value in bfloat16: hidden states and KV caches
 WEIGHT_BYTES = {Quant.NONE: 2.0, Quant.INT8: 1.0, Quant.INT4: 0.5625}
@@ -180,7 +180,7 @@ class Architecture:
         """Bound what a node needs besides weights and caches, as `meshllm.node.ring.shape` does."""
         row = 2 * layer // self.hidden + 8 * self.hidden + min(context, _MASK_TOKENS) * ITEM_BYTES
         forward = _CHUNK_ROWS * row + _STEP_ROWS * self.vocabulary * 4
-        return forward + WaitingRoom(self.hidden * ITEM_BYTES).total
+        return forward + RowQueueLimits(self.hidden * ITEM_BYTES).total
 
     def _linear(self, rows: int, inputs: int, outputs: int, weight_bytes: float) -> Operator:
         moved = inputs * outputs * weight_bytes + rows * (inputs + outputs) * ITEM_BYTES

@@ -21,7 +21,7 @@ MAX_WORK_S = 10.0
 """Of the solver's deterministic time, which about equals seconds on one core."""
 
 _SCALE = 10**6  # the solver takes integers
-_MOST_COST = 10**12  # of one set; a sum of 16 fits into 64 bits after scaling
+_MAX_COST = 10**12  # of one set; a sum of 16 fits into 64 bits after scaling
 
 
 def is_installed() -> bool:
@@ -42,7 +42,7 @@ def search_by_solver(options: Options) -> list[ReplicaSet]:
         model.add_exactly_one(chosen)
         for take, (uses, (cost, replicas)) in zip(chosen, pool.items(), strict=True):
             sets.append((take, replicas))
-            costs.append(take * round(min(cost * _SCALE, _MOST_COST)))
+            costs.append(take * round(min(cost * _SCALE, _MAX_COST)))
             for kind, use in enumerate(uses):
                 used[kind].append(take * use)
     for terms, count in zip(used, options.workload.counts, strict=True):

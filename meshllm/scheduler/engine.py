@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from meshllm.protocol.planning.chunking import RingTimes
 
-MOST_PROVIDER_SESSIONS = 256
+MAX_PROVIDER_SESSIONS = 256
 """Generations that another engine runs at once: the default of vLLM on a GPU."""
 
 

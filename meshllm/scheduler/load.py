@@ -12,7 +12,7 @@ from meshllm.scheduler.simulator import Arrival
 
 MAX_TOKENS = 1 << 20  # of a prompt or an answer
 LEAST = 50
-MOST_LONGER = 4
+MAX_LONGER = 4
 
 _POINTS = 100  # of a distribution, by which its mean is taken
 _LAST = 0.999  # quantile that counts as the longest
@@ -90,12 +90,12 @@ class ModelLoad:
 def sample(loads: Sequence[ModelLoad], requests: int, seed: int = 1) -> list[Arrival]:
     """Draw about so many requests for all models, in order of time.
 
-    If a model would get fewer than `LEAST`, it is up to `MOST_LONGER` times as many, because what
+    If a model would get fewer than `LEAST`, it is up to `MAX_LONGER` times as many, because what
     happens to a rare model counts too.
     """
     rates = [load.rate for load in loads]
     usual_s = requests / sum(rates)
-    end_s = min(max(usual_s, LEAST / min(rates)), MOST_LONGER * usual_s)
+    end_s = min(max(usual_s, LEAST / min(rates)), MAX_LONGER * usual_s)
     streams = (
         takewhile(lambda each: each.at_s <= end_s, load.arrivals(model, seed))
         for model, load in enumerate(loads)

@@ -24,7 +24,7 @@ from meshllm.protocol.planning.plan import (
 from meshllm.protocol.planning.problem import room_tokens, usable_bytes
 from meshllm.protocol.planning.tours import short_tour
 from meshllm.scheduler.architecture import Architecture
-from meshllm.scheduler.engine import MOST_PROVIDER_SESSIONS, ReplicaEngine
+from meshllm.scheduler.engine import MAX_PROVIDER_SESSIONS, ReplicaEngine
 from meshllm.scheduler.load import ModelLoad
 from meshllm.scheduler.machine import MachineKind
 
@@ -189,7 +189,7 @@ def _engine(
         ],
         room_tokens=min(rooms),
         chunk=times.best_pace(round(served.load.prompt.mean), others=1).chunk,
-        max_sessions=MOST_PROVIDER_SESSIONS if is_provider else times.best_sessions,
+        max_sessions=MAX_PROVIDER_SESSIONS if is_provider else times.best_sessions,
         mixes_prefill_and_decode=is_provider,
     )
 

@@ -5,11 +5,11 @@ Theory of operation
 The time of a model depends on its own replicas only; models compete for machines. So the exact
 search finds for each model the best set of replicas for every number of machines of each kind, and
 then, model after model, the best way to share the machines (dynamic programming). It is used if
-there are at most `MOST_SETS` sets of replicas of each model.
+there are at most `MAX_SETS` sets of replicas of each model.
 
 For more, replicas are added greedily, the one first that saves most per machine, to each single
 replica. The best results are improved by replacing one or two replicas with another and filling the
-gap greedily, until no such change helps. Both searches are deterministic: `MOST_LOOKUPS` limits
+gap greedily, until no such change helps. Both searches are deterministic: `MAX_LOOKUPS` limits
 work, not time.
 """
 
@@ -20,8 +20,8 @@ from typing import TypeAlias
 
 from meshllm.scheduler.options import Options
 
-MOST_SETS = 3000
-MOST_LOOKUPS = 300_000
+MAX_SETS = 3000
+MAX_LOOKUPS = 300_000
 """Of costs, by all greedy searches and by each improvement: about a second."""
 
 _IMPROVED = 3  # of the greedy results
@@ -57,7 +57,7 @@ def search_exactly(options: Options) -> list[ReplicaSet]:
     for model in range(len(options.workload.models)):
         best: Sets = {}
         for number, (uses, chosen) in enumerate(_sets(options, options.of(model), counts)):
-            if number >= MOST_SETS:
+            if number >= MAX_SETS:
                 return []
             cost = options.cost(model, chosen)
             best[uses] = min(best.get(uses, (cost, chosen)), (cost, chosen))
@@ -70,7 +70,7 @@ def search_locally(options: Options) -> list[ReplicaSet]:
     """Return sets of replicas that no small change improves, and those on the way to them."""
     models = range(len(options.workload.models))
     starts = [(), *((at,) for model in models for at in options.of(model))]
-    last = options.lookups + MOST_LOOKUPS
+    last = options.lookups + MAX_LOOKUPS
     greedy = {fill(options, start) for start in starts if options.lookups < last}
     likeliest = sorted((found_of(options, chosen) for chosen in greedy), key=order)[:_IMPROVED]
     found = {each for start in likeliest for each in improve(options, start.chosen)}
@@ -99,7 +99,7 @@ def improve(options: Options, chosen: tuple[int, ...]) -> list[ReplicaSet]:
     """Replace replicas while that helps; return all sets on the way, of which the last is best."""
     way = [found_of(options, chosen)]
     starts = _starts(options, chosen)
-    last = options.lookups + MOST_LOOKUPS
+    last = options.lookups + MAX_LOOKUPS
     while options.lookups < last and (start := next(starts, None)) is not None:
         found = found_of(options, fill(options, start))
         if found.mean_s < way[-1].mean_s * (1 - _WORTH):

@@ -1,4 +1,4 @@
-"""Records the requests of a door in a trace.
+"""Records the requests of an API server in a trace.
 
 Theory of operation
 -------------------

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from meshllm.transport.contract import Link, SupportsBatchedSend
 
-MOST_BYTES = 64 * 1024
+MAX_BYTES = 64 * 1024
 """Of what is gathered: more gains nothing by another copy."""
 
 
@@ -32,7 +32,7 @@ class Gathering:
             return
         self._parts.append(part)
         self._size += len(part)
-        if self._size > MOST_BYTES:
+        if self._size > MAX_BYTES:
             self._flush(self._parts)
 
     @contextmanager

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 STALL_S = 5.0
 """A closing connection is aborted if the peer takes no data for this long."""
-MOST_S = 30.0
+MAX_S = 30.0
 """After so long it is aborted in any case: a peer may take a few bytes at a time for days."""
 
 
@@ -21,7 +21,7 @@ class Linger:
     def start(self) -> None:
         """Start to watch; further calls do nothing."""
         if self._timer is None:
-            self._check(before=-1, until=asyncio.get_running_loop().time() + MOST_S)
+            self._check(before=-1, until=asyncio.get_running_loop().time() + MAX_S)
 
     def cancel(self) -> None:
         """Stop: the connection is closed."""

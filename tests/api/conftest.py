@@ -16,7 +16,7 @@ LONGER = 100  # times as long as a deadline is: longer than a test takes on a bu
 
 
 @pytest.fixture
-def door() -> FakeNode:
+def api_server() -> FakeNode:
     return FakeNode()
 
 
@@ -27,8 +27,8 @@ def accounts(tmp_path: Path) -> Iterator[Accounts]:
 
 
 @pytest.fixture
-def service(door: FakeNode, accounts: Accounts) -> Service:
-    return Service(door, accounts)
+def service(api_server: FakeNode, accounts: Accounts) -> Service:
+    return Service(api_server, accounts)
 
 
 @pytest.fixture
@@ -48,8 +48,8 @@ async def advance(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 
 @pytest.fixture
-async def client(door: FakeNode) -> AsyncIterator[httpx2.AsyncClient]:
+async def client(api_server: FakeNode) -> AsyncIterator[httpx2.AsyncClient]:
     """A client of the application, without a server in between."""
-    transport = httpx2.ASGITransport(owner_application(door), raise_app_exceptions=False)
-    async with httpx2.AsyncClient(transport=transport, base_url="http://door") as client:
+    transport = httpx2.ASGITransport(owner_application(api_server), raise_app_exceptions=False)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://node") as client:
         yield client

@@ -96,12 +96,12 @@ async def test_unknown_urls_and_methods_are_named(client: httpx2.AsyncClient) ->
 
 
 async def test_only_the_type_of_a_bug_is_sent(
-    client: httpx2.AsyncClient, door: FakeNode, monkeypatch: pytest.MonkeyPatch
+    client: httpx2.AsyncClient, api_server: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def broken() -> list[str]:
         raise KeyError("canary")
 
-    monkeypatch.setattr(door, "models", broken)
+    monkeypatch.setattr(api_server, "models", broken)
 
     said = await client.get("/v1/models")
 

@@ -18,7 +18,7 @@ async def asked(node: FakeNode, *, count: int = 1) -> list[httpx2.Response]:
     """Ask a server that needs a key, without one."""
     application = public_application(Service(node), AccessPolicy(needs_key=True))
     transport = httpx2.ASGITransport(app=application)
-    async with httpx2.AsyncClient(transport=transport, base_url="http://door") as client:
+    async with httpx2.AsyncClient(transport=transport, base_url="http://node") as client:
         return await asyncio.gather(*(client.get("/health") for _ in range(count)))
 
 

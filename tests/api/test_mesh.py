@@ -38,28 +38,30 @@ from tests.builders.waiting import timers_fired
 ASKED = Request(raw="hi", sampling=Sampling(temperature=0.1), stop=("end",))
 
 
-async def test_snapshots_are_objects(client: httpx2.AsyncClient, door: FakeNode) -> None:
+async def test_snapshots_are_objects(client: httpx2.AsyncClient, api_server: FakeNode) -> None:
     said = [(await client.get(f"/mesh/{each}")).json() for each in ("status", "members")]
 
-    values = (door.report(), door.members())
+    values = (api_server.report(), api_server.members())
     assert said == [{"schema": 1} | to_json(each) for each in values]
-    assert from_json(MeshStatus, said[0]) == door.report()
+    assert from_json(MeshStatus, said[0]) == api_server.report()
 
 
 async def test_a_ticket_is_created_with_its_limits(
-    client: httpx2.AsyncClient, door: FakeNode
+    client: httpx2.AsyncClient, api_server: FakeNode
 ) -> None:
     asked = {"role": "client", "expires_s": 60, "uses": 3, "concurrency": 1, "tokens_per_day": 9}
 
     said = await client.post("/mesh/ticket", json=asked)
 
-    assert (said.json(), door.calls) == (
+    assert (said.json(), api_server.calls) == (
         {"schema": 1, "ticket": "meshllm1abc"},
         [("client", 60, 3, ClientLimits(1, 9))],
     )
 
 
-async def test_a_model_is_served_and_stopped(client: httpx2.AsyncClient, door: FakeNode) -> None:
+async def test_a_model_is_served_and_stopped(
+    client: httpx2.AsyncClient, api_server: FakeNode
+) -> None:
     asked = {"model": "org/m", "quant": "int8", "replicas": 2, "aliases": ["m"]}
 
     said = await client.post("/mesh/models", json=asked)
@@ -69,11 +71,11 @@ async def test_a_model_is_served_and_stopped(client: httpx2.AsyncClient, door: F
     wish = ModelOptions("org/m", quant="int8", replicas=2, aliases=("m",))
     assert (said.json()["name"], said.json()["replicas"]) == ("org/m", 2)
     assert stopped.json() == {"schema": 1, "model": "m"}
-    assert door.calls == [("serve", wish), ("stop", "m")]
+    assert api_server.calls == [("serve", wish), ("stop", "m")]
     assert (strange.status_code, "colour" in strange.text) == (400, True)
 
 
-async def test_a_node_is_removed(client: httpx2.AsyncClient, door: FakeNode) -> None:
+async def test_a_node_is_removed(client: httpx2.AsyncClient, api_server: FakeNode) -> None:
     said = await client.post("/mesh/remove", json={"node": "abc"})
 
     spared = [{"node": "def", "name": "attic"}]
@@ -81,7 +83,7 @@ async def test_a_node_is_removed(client: httpx2.AsyncClient, door: FakeNode) -> 
         "schema": 1, "node": "abc", "name": "desk", "spared": spared, "taken": [],
     }  # fmt: skip
     await client.post("/mesh/remove", json={"node": "abc", "spare": ["def"]})
-    assert door.calls == [("abc",), ("abc", "def")]
+    assert api_server.calls == [("abc",), ("abc", "def")]
 
 
 @pytest.mark.parametrize(
@@ -95,12 +97,12 @@ async def test_a_node_is_removed(client: httpx2.AsyncClient, door: FakeNode) -> 
     ],
 )
 async def test_an_invalid_body_is_refused_by_name(
-    client: httpx2.AsyncClient, door: FakeNode, path: str, body: Any, message: str
+    client: httpx2.AsyncClient, api_server: FakeNode, path: str, body: Any, message: str
 ) -> None:
     said = await client.post(path, json=body)
 
     assert (said.status_code, said.json()["error"]["message"]) == (400, message)
-    assert (door.calls, door.requests) == ([], [])
+    assert (api_server.calls, api_server.requests) == ([], [])
 
 
 async def test_a_body_without_end_is_refused(client: httpx2.AsyncClient) -> None:
@@ -140,7 +142,7 @@ async def test_a_body_has_its_time_again_after_this_process_was_stopped(
     assert said.status_code == 200
 
 
-async def test_an_answer_is_sent_as_lines(client: httpx2.AsyncClient, door: FakeNode) -> None:
+async def test_an_answer_is_sent_as_lines(client: httpx2.AsyncClient, api_server: FakeNode) -> None:
     said = await client.post("/mesh/ask", content=request_to_json(ASKED))
 
     events: list[Event] = [
@@ -148,8 +150,8 @@ async def test_an_answer_is_sent_as_lines(client: httpx2.AsyncClient, door: Fake
     ]
     assert said.headers["content-type"] == "application/x-ndjson"
     assert events == [Prefilled(2, 2), Piece("hello"), Piece(" w\u2028rld"), answer_of("hello", 5)]
-    assert door.requests == [ASKED]
-    assert door.closed.is_set()
+    assert api_server.requests == [ASKED]
+    assert api_server.closed.is_set()
 
 
 @pytest.mark.parametrize(
@@ -166,17 +168,19 @@ async def test_an_answer_is_sent_as_lines(client: httpx2.AsyncClient, door: Fake
     ],
 )
 async def test_an_early_error_has_its_own_status(
-    client: httpx2.AsyncClient, door: FakeNode, error: MeshError, status: int, code: int
+    client: httpx2.AsyncClient, api_server: FakeNode, error: MeshError, status: int, code: int
 ) -> None:
-    door.fails_at, door.error = 0, error
+    api_server.fails_at, api_server.error = 0, error
 
     said = await client.post("/mesh/ask", content=request_to_json(ASKED))
 
     assert (said.status_code, said.json()["error"]["exit_code"]) == (status, code)
 
 
-async def test_a_late_error_is_the_last_line(client: httpx2.AsyncClient, door: FakeNode) -> None:
-    door.fails_at = 2
+async def test_a_late_error_is_the_last_line(
+    client: httpx2.AsyncClient, api_server: FakeNode
+) -> None:
+    api_server.fails_at = 2
 
     said = await client.post("/mesh/ask", content=request_to_json(ASKED))
 
@@ -186,8 +190,8 @@ async def test_a_late_error_is_the_last_line(client: httpx2.AsyncClient, door: F
     assert lines[-1]["error"]["hint"] == "mend it"
 
 
-async def test_events_are_sent_as_lines(client: httpx2.AsyncClient, door: FakeNode) -> None:
-    door.go.set()
+async def test_events_are_sent_as_lines(client: httpx2.AsyncClient, api_server: FakeNode) -> None:
+    api_server.go.set()
 
     said = await client.get("/mesh/events")
 
@@ -203,12 +207,12 @@ async def test_an_unknown_path_is_an_error_like_any_other(client: httpx2.AsyncCl
 
 
 async def test_only_the_type_of_a_bug_is_sent(
-    client: httpx2.AsyncClient, door: FakeNode, monkeypatch: pytest.MonkeyPatch
+    client: httpx2.AsyncClient, api_server: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken() -> Members:
         raise KeyError("canary")
 
-    monkeypatch.setattr(door, "members", broken)
+    monkeypatch.setattr(api_server, "members", broken)
 
     said = await client.get("/mesh/members")
 
@@ -217,32 +221,32 @@ async def test_only_the_type_of_a_bug_is_sent(
     assert "canary" not in said.text
 
 
-async def test_other_terms_are_tried(client: httpx2.AsyncClient, door: FakeNode) -> None:
+async def test_other_terms_are_tried(client: httpx2.AsyncClient, api_server: FakeNode) -> None:
     asked = {"policy": "throughput", "members": 2, "memory_bytes": {"abc": 9}}
     found = await client.post("/mesh/plan", json=asked)
     wrong = await client.post("/mesh/plan", json={"policy": "bad"})
     unknown = await client.post("/mesh/plan", json={"planet": "mars"})
 
     assert from_json(PlannedRing, found.json()).policy == "throughput"
-    assert door.calls[0] == (PlanTerms("throughput", 2, None, {"abc": 9}),)
+    assert api_server.calls[0] == (PlanTerms("throughput", 2, None, {"abc": 9}),)
     assert (wrong.status_code, unknown.status_code) == (400, 400)
     assert "Unknown policy" in wrong.json()["error"]["message"]
 
 
-async def test_revoked_keys_are_published(client: httpx2.AsyncClient, door: FakeNode) -> None:
+async def test_revoked_keys_are_published(client: httpx2.AsyncClient, api_server: FakeNode) -> None:
     tags = [("01" * 16), ("ab" * 16)]
 
     said = await client.post("/mesh/revoked", json={"tags": tags})
 
     assert said.json() == {"schema": 1, "tags": tags}
-    assert door.calls == [(b"\x01" * 16, b"\xab" * 16)]
+    assert api_server.calls == [(b"\x01" * 16, b"\xab" * 16)]
 
 
 @pytest.mark.parametrize("tag", ["", "zz" * 16, "01" * 15, "01" * 17])
 async def test_an_invalid_tag_is_refused(
-    client: httpx2.AsyncClient, door: FakeNode, tag: str
+    client: httpx2.AsyncClient, api_server: FakeNode, tag: str
 ) -> None:
     said = await client.post("/mesh/revoked", json={"tags": ["01" * 16, tag]})
 
-    assert (said.status_code, door.calls) == (400, [])
+    assert (said.status_code, api_server.calls) == (400, [])
     assert said.json()["error"]["message"] == "A tag is not 16 bytes in hexadecimal"

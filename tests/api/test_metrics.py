@@ -80,11 +80,11 @@ def test_unknown_values_are_left_out() -> None:
     assert 'meshllm_ring_state{model="Qwen/Qwen3-0.6B",replica="0",state="forming"} 1.0' in text
 
 
-async def test_the_metrics_have_a_route(client: httpx2.AsyncClient, door: FakeNode) -> None:
+async def test_the_metrics_have_a_route(client: httpx2.AsyncClient, api_server: FakeNode) -> None:
     said = await client.get("/metrics")
 
     assert said.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
-    assert said.text == exposition(door.report())
+    assert said.text == exposition(api_server.report())
 
 
 def test_every_ring_of_the_mesh_has_a_sample() -> None:

@@ -28,12 +28,12 @@ FILE_KEY = "f" * 20
 
 @pytest.fixture(params=[False, True], ids=["open", "shut"])
 async def owned(
-    door: FakeNode, accounts: Accounts, request: pytest.FixtureRequest
+    api_server: FakeNode, accounts: Accounts, request: pytest.FixtureRequest
 ) -> AsyncIterator[httpx2.AsyncClient]:
-    """A client of a door; with a key where a key is needed, and on loopback without."""
+    """A client of an API server; with a key where a key is needed, and on loopback without."""
     policy = AccessPolicy(needs_key=request.param, file_keys=(FILE_KEY,))
     application = public_application(
-        Service(door, accounts), policy, owner_views(door, accounts, policy)
+        Service(api_server, accounts), policy, owner_views(api_server, accounts, policy)
     )
     transport = httpx2.ASGITransport(application, raise_app_exceptions=False)
     async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
@@ -50,7 +50,7 @@ def owner(accounts: Accounts) -> dict[str, str]:
 
 @pytest.mark.parametrize(("method", "path"), VIEWS)
 async def test_the_views_need_a_key_of_the_owner(
-    owned: httpx2.AsyncClient, accounts: Accounts, door: FakeNode, method: str, path: str
+    owned: httpx2.AsyncClient, accounts: Accounts, api_server: FakeNode, method: str, path: str
 ) -> None:
     revoked = bearer(accounts.create("gone", KeyLimits(), 0, is_owner=True))
     accounts.revoke("gone", 1)
@@ -62,7 +62,7 @@ async def test_the_views_need_a_key_of_the_owner(
     assert [each.status_code for each in told] == [401, 401, 401, 403, 403]
     assert told[3].json()["error"]["code"] == "owner_key_required"
     assert "meshllm key create NAME --owner" in told[3].text
-    assert door.calls == []
+    assert api_server.calls == []
 
 
 async def test_a_web_page_of_another_site_is_refused(
@@ -100,15 +100,15 @@ async def test_keys_are_created_listed_and_revoked(
 
 
 async def test_the_mesh_is_told_of_revoked_keys(
-    owned: httpx2.AsyncClient, accounts: Accounts, door: FakeNode
+    owned: httpx2.AsyncClient, accounts: Accounts, api_server: FakeNode
 ) -> None:
     me = owner(accounts)
     for name in ("a", "b"):
         accounts.create(name, KeyLimits(), 0)
 
     told = await owned.post("/owner/keys/revoke", headers=me, json={"name": "a"})
-    assert door.calls == [tuple(accounts.revoked())]
-    door.is_away = True
+    assert api_server.calls == [tuple(accounts.revoked())]
+    api_server.is_away = True
     later = await owned.post("/owner/keys/revoke", headers=me, json={"name": "b"})
 
     assert (told.json()["is_told"], later.json()["is_told"]) == (True, False)
@@ -151,12 +151,12 @@ async def test_usage_is_shown(owned: httpx2.AsyncClient, accounts: Accounts, by:
 
 
 async def test_the_metrics_can_be_scraped_on_tcp(
-    owned: httpx2.AsyncClient, accounts: Accounts, door: FakeNode
+    owned: httpx2.AsyncClient, accounts: Accounts, api_server: FakeNode
 ) -> None:
     said = await owned.get("/owner/metrics", headers=owner(accounts))
 
     assert said.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
-    assert said.text == exposition(door.report())
+    assert said.text == exposition(api_server.report())
 
 
 async def test_an_unknown_grouping_is_refused(
@@ -168,15 +168,15 @@ async def test_an_unknown_grouping_is_refused(
 
 
 async def test_a_plan_is_tried_out(
-    owned: httpx2.AsyncClient, accounts: Accounts, door: FakeNode
+    owned: httpx2.AsyncClient, accounts: Accounts, api_server: FakeNode
 ) -> None:
     me = owner(accounts)
 
     found = await owned.post("/owner/plan", headers=me, json={"policy": "fastest"})
     wrong = await owned.post("/owner/plan", headers=me, json={"policy": "bad"})
 
-    assert from_json(PlannedRing, found.json()).stages == door.report().ring.stages
-    assert door.calls[0] == (PlanTerms("fastest"),)
+    assert from_json(PlannedRing, found.json()).stages == api_server.report().ring.stages
+    assert api_server.calls[0] == (PlanTerms("fastest"),)
     assert (wrong.status_code, wrong.json()["error"]["message"]) == (400, "Unknown policy `bad`")
 
 

@@ -31,9 +31,9 @@ STREAM = (CHAT[0], CHAT[1] | {"stream": True})
 
 
 @asynccontextmanager
-async def serving(door: FakeNode, path: Path) -> AsyncIterator[asyncio.Task[None]]:
+async def serving(api_server: FakeNode, path: Path) -> AsyncIterator[asyncio.Task[None]]:
     """Serve a node, and check that it stops."""
-    task = asyncio.ensure_future(serve(door, path))
+    task = asyncio.ensure_future(serve(api_server, path))
     await until(lambda: is_answered(path))
     try:
         yield task
@@ -45,7 +45,7 @@ async def serving(door: FakeNode, path: Path) -> AsyncIterator[asyncio.Task[None
 
 def client_of(path: Path) -> httpx2.AsyncClient:
     transport = httpx2.AsyncHTTPTransport(uds=str(path))
-    return httpx2.AsyncClient(transport=transport, base_url="http://door", timeout=60)
+    return httpx2.AsyncClient(transport=transport, base_url="http://node", timeout=60)
 
 
 def _mode(path: Path) -> int | None:
@@ -54,22 +54,22 @@ def _mode(path: Path) -> int | None:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return tmp_path / "state" / "door.sock"
+    return tmp_path / "state" / "api.sock"
 
 
 @pytest.fixture
-async def server(door: FakeNode, path: Path) -> AsyncIterator[asyncio.Task[None]]:
-    async with serving(door, path) as task:
+async def server(api_server: FakeNode, path: Path) -> AsyncIterator[asyncio.Task[None]]:
+    async with serving(api_server, path) as task:
         yield task
 
 
 async def test_it_answers_on_a_private_socket(
-    door: FakeNode, path: Path, server: asyncio.Task[None]
+    api_server: FakeNode, path: Path, server: asyncio.Task[None]
 ) -> None:
     async with client_of(path) as client:
         said = await client.get("/mesh/status")
 
-    assert said.json() == {"schema": 1} | to_json(door.report())
+    assert said.json() == {"schema": 1} | to_json(api_server.report())
     assert "server" not in said.headers
     assert _mode(path) == 0o600
 
@@ -86,20 +86,20 @@ async def test_a_second_node_is_refused_without_affecting_the_first(
 @pytest.mark.parametrize(("where", "body"), [ASK, CHAT, STREAM])
 @pytest.mark.parametrize("waits_at", [0, 1, 2])
 async def test_a_disconnect_cancels_the_generation(
-    door: FakeNode, path: Path, where: str, body: dict[str, object], waits_at: int
+    api_server: FakeNode, path: Path, where: str, body: dict[str, object], waits_at: int
 ) -> None:
-    door.waits_at = waits_at
-    async with serving(door, path), asyncio.timeout(60):
+    api_server.waits_at = waits_at
+    async with serving(api_server, path), asyncio.timeout(60):
         async with client_of(path) as client:
             asking = asyncio.ensure_future(client.post(where, json=body))
-            await door.begun.wait()
+            await api_server.begun.wait()
             asking.cancel()
 
-        await door.closed.wait()
+        await api_server.closed.wait()
 
 
 async def test_a_disconnect_without_reading_cancels_too(
-    door: FakeNode, path: Path, monkeypatch: pytest.MonkeyPatch
+    api_server: FakeNode, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_waiting, pause = asyncio.Event(), FlowControl.pause_writing
 
@@ -110,19 +110,19 @@ async def test_a_disconnect_without_reading_cancels_too(
     monkeypatch.setattr(FlowControl, "pause_writing", paused)
     monkeypatch.setattr("tests.builders.fake_node.Piece", lambda _: Piece("x" * (8 << 20)))
     body = b'{"raw":"hi"}'
-    async with serving(door, path), asyncio.timeout(60):
+    async with serving(api_server, path), asyncio.timeout(60):
         _, writer = await asyncio.open_unix_connection(path)
         head = f"POST /mesh/ask HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
         await is_waiting.wait()  # for the client to read
-        assert not door.closed.is_set()
+        assert not api_server.closed.is_set()
         writer.transport.abort()
 
-        await door.closed.wait()
+        await api_server.closed.wait()
 
 
 async def test_a_disconnect_before_the_request_is_not_a_bug(
-    door: FakeNode,
+    api_server: FakeNode,
     path: Path,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -140,7 +140,7 @@ async def test_a_disconnect_before_the_request_is_not_a_bug(
 
     monkeypatch.setattr(RequestResponseCycle, "receive", received)
     monkeypatch.setattr(RequestResponseCycle, "run_asgi", ran)
-    async with serving(door, path), asyncio.timeout(60):
+    async with serving(api_server, path), asyncio.timeout(60):
         _, writer = await asyncio.open_unix_connection(path)
         writer.write(b"POST /mesh/ask HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{")
         await is_reading.wait()
@@ -148,34 +148,34 @@ async def test_a_disconnect_before_the_request_is_not_a_bug(
         writer.transport.abort()
         await is_over.wait()
 
-    assert (door.requests, caplog.records) == ([], [])
+    assert (api_server.requests, caplog.records) == ([], [])
 
 
 async def test_a_disconnect_closes_the_events(
-    door: FakeNode, path: Path, server: asyncio.Task[None]
+    api_server: FakeNode, path: Path, server: asyncio.Task[None]
 ) -> None:
     async with asyncio.timeout(60):
         async with client_of(path) as client, client.stream("GET", "/mesh/events") as said:
             lines = said.aiter_lines()
             first = json.loads(await anext(lines))
 
-        await door.closed.wait()
+        await api_server.closed.wait()
     assert from_json(Change, first) == CHANGE
 
 
 async def test_a_stopping_node_closes_connections_and_leaves_nothing(
-    door: FakeNode, path: Path, caplog: pytest.LogCaptureFixture
+    api_server: FakeNode, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    door.waits_at = 2
+    api_server.waits_at = 2
     async with asyncio.timeout(60):
-        async with serving(door, path):
+        async with serving(api_server, path):
             asking = asyncio.ensure_future(_fetch(path))
-            await door.begun.wait()
+            await api_server.begun.wait()
             assert not asking.done()
 
         with pytest.raises(httpx2.RemoteProtocolError):
             await asking
-    assert door.closed.is_set()
+    assert api_server.closed.is_set()
     assert _mode(path) is None
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
     assert asyncio.all_tasks() == {asyncio.current_task()}
@@ -214,9 +214,9 @@ async def test_what_is_not_http_is_refused_as_a_request_is(
 
 @pytest.mark.parametrize("turns", range(5))
 async def test_accepted_connections_are_closed_whenever_it_stops(
-    door: FakeNode, path: Path, turns: int
+    api_server: FakeNode, path: Path, turns: int
 ) -> None:
-    task = asyncio.ensure_future(serve(door, path))
+    task = asyncio.ensure_future(serve(api_server, path))
     while not is_answered(path):  # noqa: ASYNC110  # one turn of the loop at a time
         await asyncio.sleep(0)
     with socket.socket(socket.AF_UNIX) as visitor:
@@ -233,8 +233,8 @@ async def test_accepted_connections_are_closed_whenever_it_stops(
     gc.collect()  # a leaked connection is reported here
 
 
-async def test_it_can_be_stopped_before_it_has_started(door: FakeNode, path: Path) -> None:
-    task = asyncio.ensure_future(serve(door, path))
+async def test_it_can_be_stopped_before_it_has_started(api_server: FakeNode, path: Path) -> None:
+    task = asyncio.ensure_future(serve(api_server, path))
     await asyncio.sleep(0)
     task.cancel()
 

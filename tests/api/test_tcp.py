@@ -14,7 +14,7 @@ import pytest
 from meshllm.api import connection, respond, tcp
 from meshllm.api.access.accounts import Accounts, KeyLimits
 from meshllm.api.connection import PublicProtocol
-from meshllm.api.tcp import Door, DoorOptions, open_door, read_keys
+from meshllm.api.tcp import ApiServer, ApiServerOptions, open_api_server, read_keys
 from meshllm.api.v1.chat_socket import PATH, PROTOCOL
 from meshllm.errors import UserError
 from meshllm.node.requests.request_json import REQUEST_BYTES
@@ -26,7 +26,7 @@ from tests.builders.waiting import timers_fired, until
 
 pytestmark = pytest.mark.socket
 
-LOCAL = DoorOptions("127.0.0.1", 0)
+LOCAL = ApiServerOptions("127.0.0.1", 0)
 CHAT = "/chat/completions"
 BODY = {"model": "builtin", "messages": [{"role": "user", "content": "hi"}]}
 KEY = "0123456789abcdef"
@@ -36,20 +36,20 @@ LONG = 40 << 20
 
 @asynccontextmanager
 async def serving(
-    accounts: Accounts, node: FakeNode, options: DoorOptions = LOCAL
-) -> AsyncIterator[Door]:
-    with open_door(options, accounts) as door:
-        task = asyncio.ensure_future(door.serve(node))
+    accounts: Accounts, node: FakeNode, options: ApiServerOptions = LOCAL
+) -> AsyncIterator[ApiServer]:
+    with open_api_server(options, accounts) as api_server:
+        task = asyncio.ensure_future(api_server.serve(node))
         try:
-            yield door
+            yield api_server
         finally:
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
 
 
-async def connect(door: Door) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    return await asyncio.open_connection(*door.bound.getsockname()[:2])
+async def connect(api_server: ApiServer) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection(*api_server.bound.getsockname()[:2])
 
 
 async def closed(reader: asyncio.StreamReader) -> bool:
@@ -67,8 +67,13 @@ async def size_of(reader: asyncio.StreamReader) -> int:
     return size
 
 
-async def test_it_answers_on_loopback_without_a_key(door: FakeNode, accounts: Accounts) -> None:
-    async with serving(accounts, door) as open_one, httpx2.AsyncClient(timeout=None) as client:
+async def test_it_answers_on_loopback_without_a_key(
+    api_server: FakeNode, accounts: Accounts
+) -> None:
+    async with (
+        serving(accounts, api_server) as open_one,
+        httpx2.AsyncClient(timeout=None) as client,
+    ):
         said = await client.post(f"{open_one.url}{CHAT}", json=BODY)
 
     assert said.json()["choices"][0]["message"]["content"] == "hello"
@@ -77,9 +82,9 @@ async def test_it_answers_on_loopback_without_a_key(door: FakeNode, accounts: Ac
 
 @pytest.mark.parametrize("path", ["/mesh/status", "/mesh/remove", "/metrics", "/v1/../mesh/status"])
 async def test_the_owners_routes_are_not_served(
-    door: FakeNode, accounts: Accounts, path: str
+    api_server: FakeNode, accounts: Accounts, path: str
 ) -> None:
-    async with serving(accounts, door) as open_one:
+    async with serving(accounts, api_server) as open_one:
         reader, writer = await connect(open_one)
         writer.write(f"GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
         said = await reader.readline()
@@ -107,9 +112,9 @@ SMUGGLED = {
 
 @pytest.mark.parametrize("headers", SMUGGLED.values(), ids=SMUGGLED)
 async def test_a_request_inside_another_reaches_no_route_of_the_owner(
-    door: FakeNode, accounts: Accounts, headers: bytes
+    api_server: FakeNode, accounts: Accounts, headers: bytes
 ) -> None:
-    async with serving(accounts, door) as open_one:
+    async with serving(accounts, api_server) as open_one:
         reader, writer = await connect(open_one)
         writer.write(
             b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n" + headers + HIDDEN
@@ -126,9 +131,9 @@ async def test_a_request_inside_another_reaches_no_route_of_the_owner(
 
 
 async def test_pipelined_requests_are_answered_in_order_each_by_its_own_route(
-    door: FakeNode, accounts: Accounts
+    api_server: FakeNode, accounts: Accounts
 ) -> None:
-    async with serving(accounts, door) as open_one:
+    async with serving(accounts, api_server) as open_one:
         reader, writer = await connect(open_one)
         models = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n"
         last = models.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
@@ -141,12 +146,12 @@ async def test_pipelined_requests_are_answered_in_order_each_by_its_own_route(
     assert statuses == [200, 404, 421, 200]
 
 
-async def test_tls_is_served(door: FakeNode, accounts: Accounts, tmp_path: Path) -> None:
+async def test_tls_is_served(api_server: FakeNode, accounts: Accounts, tmp_path: Path) -> None:
     cert = certificate(tmp_path)
     options = replace(LOCAL, tls_cert=cert, tls_key=cert)
     context = ssl.create_default_context(cafile=str(cert))
     async with (
-        serving(accounts, door, options) as open_one,
+        serving(accounts, api_server, options) as open_one,
         httpx2.AsyncClient(verify=context, timeout=None) as client,
     ):
         url = open_one.url
@@ -157,11 +162,13 @@ async def test_tls_is_served(door: FakeNode, accounts: Accounts, tmp_path: Path)
 
 
 async def test_a_connection_without_a_handshake_is_closed(
-    door: FakeNode, accounts: Accounts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    api_server: FakeNode, accounts: Accounts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "HEADERS_S", 0.05)
     cert = certificate(tmp_path)
-    async with serving(accounts, door, replace(LOCAL, tls_cert=cert, tls_key=cert)) as open_one:
+    async with serving(
+        accounts, api_server, replace(LOCAL, tls_cert=cert, tls_key=cert)
+    ) as open_one:
         reader, writer = await connect(open_one)
 
         assert await closed(reader)
@@ -172,7 +179,7 @@ async def test_a_connection_without_a_handshake_is_closed(
 def test_other_addresses_need_a_key(accounts: Accounts, host: str) -> None:
     with (
         pytest.raises(UserError, match="needs a key") as raised,
-        open_door(DoorOptions(host, 0), accounts),
+        open_api_server(ApiServerOptions(host, 0), accounts),
     ):
         pass
 
@@ -181,16 +188,25 @@ def test_other_addresses_need_a_key(accounts: Accounts, host: str) -> None:
 
 def test_a_stored_key_or_a_file_of_keys_will_do(accounts: Accounts, tmp_path: Path) -> None:
     path = _file(tmp_path, KEY)
-    with open_door(DoorOptions("0.0.0.0", 0, key_file=path), accounts) as door:
-        assert (door.policy.needs_key, door.policy.file_keys) == (True, (KEY,))
-        assert (door.is_readable, door.url.startswith("http://127.0.0.1:")) == (True, True)
+    with open_api_server(ApiServerOptions("0.0.0.0", 0, key_file=path), accounts) as api_server:
+        assert (api_server.policy.needs_key, api_server.policy.file_keys) == (True, (KEY,))
+        assert (api_server.is_readable, api_server.url.startswith("http://127.0.0.1:")) == (
+            True,
+            True,
+        )
 
     accounts.create("old", KeyLimits(expires_s=1), 0)
-    with pytest.raises(UserError, match="needs a key"), open_door(DoorOptions("::", 0), accounts):
+    with (
+        pytest.raises(UserError, match="needs a key"),
+        open_api_server(ApiServerOptions("::", 0), accounts),
+    ):
         pass
     accounts.create("laptop", KeyLimits(), 0)
-    with open_door(DoorOptions("::", 0), accounts) as door:
-        assert (door.policy.needs_key, door.url.startswith("http://[::1]:")) == (True, True)
+    with open_api_server(ApiServerOptions("::", 0), accounts) as api_server:
+        assert (api_server.policy.needs_key, api_server.url.startswith("http://[::1]:")) == (
+            True,
+            True,
+        )
 
 
 def test_loopback_needs_a_key_on_request(accounts: Accounts, tmp_path: Path) -> None:
@@ -199,8 +215,8 @@ def test_loopback_needs_a_key_on_request(accounts: Accounts, tmp_path: Path) -> 
         replace(LOCAL, require_key=True),
         replace(LOCAL, key_file=_file(tmp_path, KEY)),
     ):
-        with open_door(options, accounts) as door:
-            assert (door.policy.needs_key, door.is_readable) == (True, False)
+        with open_api_server(options, accounts) as api_server:
+            assert (api_server.policy.needs_key, api_server.is_readable) == (True, False)
 
 
 @pytest.mark.parametrize(
@@ -244,14 +260,14 @@ def test_what_cannot_be_opened_is_said(accounts: Accounts, tmp_path: Path) -> No
         port = taken.getsockname()[1]
         with (
             pytest.raises(UserError, match="address already in use"),
-            open_door(DoorOptions("127.0.0.1", port), accounts),
+            open_api_server(ApiServerOptions("127.0.0.1", port), accounts),
         ):
             pass
     for options, told in (
-        (DoorOptions("no.such.invalid", 0), "Cannot listen on `no.such.invalid:0`"),
-        (DoorOptions("192.0.2.1", 0), "Cannot listen on `192.0.2.1:0`"),
-        (DoorOptions("a..b", 0), "Invalid host `a..b`"),
-        (DoorOptions("x" * 64, 0), "Invalid host `x"),
+        (ApiServerOptions("no.such.invalid", 0), "Cannot listen on `no.such.invalid:0`"),
+        (ApiServerOptions("192.0.2.1", 0), "Cannot listen on `192.0.2.1:0`"),
+        (ApiServerOptions("a..b", 0), "Invalid host `a..b`"),
+        (ApiServerOptions("x" * 64, 0), "Invalid host `x"),
         (replace(LOCAL, tls_key=tmp_path), "needs `--tls-cert`"),
         (
             replace(LOCAL, tls_cert=tmp_path / "none.pem"),
@@ -260,7 +276,7 @@ def test_what_cannot_be_opened_is_said(accounts: Accounts, tmp_path: Path) -> No
         (replace(LOCAL, tls_cert=_file(tmp_path, "no PEM")), "Cannot use the certificate"),
         (replace(LOCAL, key_file=tmp_path / "none"), r"key file `.*`: no such file or directory$"),
     ):
-        with pytest.raises(UserError, match=told) as raised, open_door(options, accounts):
+        with pytest.raises(UserError, match=told) as raised, open_api_server(options, accounts):
             pass
         assert raised.value.hint
 
@@ -273,22 +289,22 @@ def test_the_first_address_that_this_machine_has_is_bound(
 
     hosts = ["192.0.2.254", "127.0.0.1"]
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    with open_door(DoorOptions("localhost", 0), accounts) as door:
-        assert door.url.startswith("http://127.0.0.1:")
+    with open_api_server(ApiServerOptions("localhost", 0), accounts) as api_server:
+        assert api_server.url.startswith("http://127.0.0.1:")
 
     hosts = ["192.0.2.254", "192.0.2.253"]
     with (
         pytest.raises(UserError, match="assign requested address"),
-        open_door(DoorOptions("localhost", 0), accounts),
+        open_api_server(ApiServerOptions("localhost", 0), accounts),
     ):
         pass
 
 
 async def test_a_connection_without_headers_is_closed(
-    door: FakeNode, accounts: Accounts, monkeypatch: pytest.MonkeyPatch
+    api_server: FakeNode, accounts: Accounts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "HEADERS_S", 0.05)
-    async with serving(accounts, door) as open_one:
+    async with serving(accounts, api_server) as open_one:
         for start in (b"", b"GET /v1/models HT", b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n"):
             reader, writer = await connect(open_one)
             writer.write(start)
@@ -311,12 +327,12 @@ async def arrived(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[bytes]:
 
 
 async def test_a_rest_of_headers_after_a_response_counts_too(
-    door: FakeNode,
+    api_server: FakeNode,
     accounts: Accounts,
     advance: Callable[[float], None],
     arrived: asyncio.Queue[bytes],
 ) -> None:
-    async with serving(accounts, door) as open_one:
+    async with serving(accounts, api_server) as open_one:
         reader, writer = await connect(open_one)
         writer.write(b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\nGET ")
         head = await reader.readuntil(b"\r\n\r\n")
@@ -335,12 +351,12 @@ async def test_a_rest_of_headers_after_a_response_counts_too(
 
 
 async def test_headers_have_their_time_again_after_this_process_was_stopped(
-    door: FakeNode,
+    api_server: FakeNode,
     accounts: Accounts,
     advance: Callable[[float], None],
     arrived: asyncio.Queue[bytes],
 ) -> None:
-    async with serving(accounts, door) as open_one:
+    async with serving(accounts, api_server) as open_one:
         reader, writer = await connect(open_one)
         writer.write(b"GET /v1/models HTTP/1.1\r\n")
         await arrived.get()
@@ -353,20 +369,23 @@ async def test_headers_have_their_time_again_after_this_process_was_stopped(
 
 
 async def test_a_request_in_progress_is_not_idle(
-    door: FakeNode, accounts: Accounts, advance: Callable[[float], None]
+    api_server: FakeNode, accounts: Accounts, advance: Callable[[float], None]
 ) -> None:
-    door.waits_at = 1
-    async with serving(accounts, door) as open_one, httpx2.AsyncClient(timeout=None) as client:
+    api_server.waits_at = 1
+    async with (
+        serving(accounts, api_server) as open_one,
+        httpx2.AsyncClient(timeout=None) as client,
+    ):
         asking = asyncio.ensure_future(client.post(f"{open_one.url}{CHAT}", json=BODY))
-        await door.begun.wait()
+        await api_server.begun.wait()
         advance(connection.HEADERS_S)
-        asyncio.get_running_loop().call_later(0, door.go.set)
+        asyncio.get_running_loop().call_later(0, api_server.go.set)
 
         assert (await asking).status_code == 200
 
 
 async def test_a_client_that_does_not_read_is_dropped(
-    door: FakeNode,
+    api_server: FakeNode,
     accounts: Accounts,
     monkeypatch: pytest.MonkeyPatch,
     advance: Callable[[float], None],
@@ -378,15 +397,15 @@ async def test_a_client_that_does_not_read_is_dropped(
         stalled.set()
 
     monkeypatch.setattr(PublicProtocol, "pause_writing", note)
-    door.said = Piece("x" * LONG), answer_of("x", 1)
+    api_server.said = Piece("x" * LONG), answer_of("x", 1)
     body = b'{"model":"builtin","stream":true,"messages":[{"role":"user","content":"hi"}]}'
     head = f"POST /v1{CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
-    async with serving(accounts, door) as open_one:
+    async with serving(accounts, api_server) as open_one:
         reader, writer = await connect(open_one)
         writer.write(head.encode() + body)
         await stalled.wait()
         advance(connection.STALL_S)
-        await door.closed.wait()
+        await api_server.closed.wait()
         received = await size_of(reader)
         writer.close()
 
@@ -394,7 +413,7 @@ async def test_a_client_that_does_not_read_is_dropped(
 
 
 async def test_a_client_that_reads_steadily_has_as_long_as_it_takes(
-    door: FakeNode,
+    api_server: FakeNode,
     accounts: Accounts,
     monkeypatch: pytest.MonkeyPatch,
     advance: Callable[[float], None],
@@ -417,10 +436,10 @@ async def test_a_client_that_reads_steadily_has_as_long_as_it_takes(
 
     monkeypatch.setattr(PublicProtocol, "pause_writing", paused)
     monkeypatch.setattr(PublicProtocol, "resume_writing", resumed)
-    door.said = Piece("x" * LONG), answer_of("x" * LONG, 1)
+    api_server.said = Piece("x" * LONG), answer_of("x" * LONG, 1)
     body = json.dumps(BODY)
     head = f"POST /v1{CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
-    async with serving(accounts, door) as open_one:
+    async with serving(accounts, api_server) as open_one:
         reader, writer = await connect(open_one)
         writer.write(f"{head}connection: close\r\n\r\n{body}".encode())
         for _ in range(4):
@@ -435,10 +454,10 @@ async def test_a_client_that_reads_steadily_has_as_long_as_it_takes(
 
 
 async def test_many_idle_connections_make_room(
-    door: FakeNode, accounts: Accounts, monkeypatch: pytest.MonkeyPatch
+    api_server: FakeNode, accounts: Accounts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "MAX_OPEN", 3)
-    async with serving(accounts, door) as open_one:
+    async with serving(accounts, api_server) as open_one:
         idle = [await connect(open_one) for _ in range(3)]
         async with httpx2.AsyncClient(timeout=None) as client:
             said = await client.get(f"{open_one.url}/models")
@@ -450,11 +469,11 @@ async def test_many_idle_connections_make_room(
 
 
 async def test_connections_that_are_accepted_at_once_make_room_for_others(
-    door: FakeNode, accounts: Accounts, monkeypatch: pytest.MonkeyPatch
+    api_server: FakeNode, accounts: Accounts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("connection", "tcp"):
         monkeypatch.setattr(f"meshllm.api.{module}.MAX_OPEN", 3)
-    async with serving(accounts, door) as open_one:
+    async with serving(accounts, api_server) as open_one:
         place = open_one.bound.getsockname()[:2]
         idle = [socket.create_connection(place) for _ in range(12)]  # the event loop waits
         ends = [await asyncio.open_connection(sock=each) for each in idle[:9]]
@@ -471,10 +490,10 @@ async def test_connections_that_are_accepted_at_once_make_room_for_others(
 
 @pytest.mark.parametrize("closing", [b"connection: close\r\n", b""])
 async def test_a_client_that_reads_behind_a_body_that_is_too_large_sees_why(
-    door: FakeNode, accounts: Accounts, closing: bytes
+    api_server: FakeNode, accounts: Accounts, closing: bytes
 ) -> None:
     size = 8 * REQUEST_BYTES
-    async with serving(accounts, door) as open_one:
+    async with serving(accounts, api_server) as open_one:
         reader, writer = await connect(open_one)
         head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
         writer.write(head + closing + b"content-length: %d\r\n\r\n" % size)
@@ -488,10 +507,10 @@ async def test_a_client_that_reads_behind_a_body_that_is_too_large_sees_why(
 
 
 async def test_what_is_read_of_a_refused_body_is_bounded(
-    door: FakeNode, accounts: Accounts, monkeypatch: pytest.MonkeyPatch
+    api_server: FakeNode, accounts: Accounts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(respond, "DRAIN_BYTES", 2 * REQUEST_BYTES)
-    async with serving(accounts, door) as open_one:
+    async with serving(accounts, api_server) as open_one:
         reader, writer = await connect(open_one)
         head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
         writer.write(head + b"content-length: %d\r\n\r\n" % (1 << 40))
@@ -515,9 +534,9 @@ FORMS = {
 }
 
 
-async def exchange(door: Door, sent: bytes) -> bytes:
+async def exchange(api_server: ApiServer, sent: bytes) -> bytes:
     """Send bytes, and return what comes until the server closes the connection."""
-    reader, writer = await connect(door)
+    reader, writer = await connect(api_server)
     writer.write(sent)
     said = await reader.read()
     writer.close()
@@ -525,8 +544,10 @@ async def exchange(door: Door, sent: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-async def test_a_body_may_come_in_any_form(door: FakeNode, accounts: Accounts, form: bytes) -> None:
-    async with serving(accounts, door) as open_one:
+async def test_a_body_may_come_in_any_form(
+    api_server: FakeNode, accounts: Accounts, form: bytes
+) -> None:
+    async with serving(accounts, api_server) as open_one:
         said = await exchange(open_one, b"POST /v1/chat/completions HTTP/1.1\r\n" + LAST + form)
 
     assert said.startswith(b"HTTP/1.1 200 ")
@@ -535,11 +556,11 @@ async def test_a_body_may_come_in_any_form(door: FakeNode, accounts: Accounts, f
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_a_client_of_http_1_0_reads_to_the_end_of_the_connection(
-    door: FakeNode, accounts: Accounts, is_streamed: bool
+    api_server: FakeNode, accounts: Accounts, is_streamed: bool
 ) -> None:
     body = json.dumps(BODY | {"stream": is_streamed}).encode()
     head = b"POST /v1/chat/completions HTTP/1.0\r\nhost: localhost\r\n"
-    async with serving(accounts, door) as open_one:
+    async with serving(accounts, api_server) as open_one:
         said = await exchange(open_one, head + b"content-length: %d\r\n\r\n%s" % (len(body), body))
 
     headers, _, rest = said.partition(b"\r\n\r\n")
@@ -548,9 +569,11 @@ async def test_a_client_of_http_1_0_reads_to_the_end_of_the_connection(
     assert rest.endswith(b"data: [DONE]\n\n") if is_streamed else json.loads(rest)["choices"]
 
 
-async def test_a_client_may_ask_before_it_sends_a_body(door: FakeNode, accounts: Accounts) -> None:
+async def test_a_client_may_ask_before_it_sends_a_body(
+    api_server: FakeNode, accounts: Accounts
+) -> None:
     head = b"POST /v1/chat/completions HTTP/1.1\r\nexpect: 100-continue\r\n" + LAST
-    async with serving(accounts, door) as open_one:
+    async with serving(accounts, api_server) as open_one:
         reader, writer = await connect(open_one)
         writer.write(head + b"content-length: %d\r\n\r\n" % len(JSON))
         told = await reader.readuntil(b"\r\n\r\n")
@@ -563,10 +586,10 @@ async def test_a_client_may_ask_before_it_sends_a_body(door: FakeNode, accounts:
 
 
 async def test_a_body_that_is_too_large_is_refused_before_it_is_sent(
-    door: FakeNode, accounts: Accounts
+    api_server: FakeNode, accounts: Accounts
 ) -> None:
     head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nexpect: 100-continue\r\n"
-    async with serving(accounts, door) as open_one:
+    async with serving(accounts, api_server) as open_one:
         reader, writer = await connect(open_one)
         writer.write(head + b"content-length: %d\r\n\r\n" % (REQUEST_BYTES + 1))
         said = await reader.readuntil(b"\r\n\r\n")
@@ -577,10 +600,10 @@ async def test_a_body_that_is_too_large_is_refused_before_it_is_sent(
 
 @pytest.mark.parametrize("path", ["/", "/health", "/v1/models", "/v1/models/builtin"])
 async def test_head_is_answered_as_get_without_a_body(
-    door: FakeNode, accounts: Accounts, path: str
+    api_server: FakeNode, accounts: Accounts, path: str
 ) -> None:
     request = f"{{}} {path} HTTP/1.1\r\n".encode() + LAST + b"\r\n"
-    async with serving(accounts, door) as open_one:
+    async with serving(accounts, api_server) as open_one:
         whole = await exchange(open_one, request.replace(b"{}", b"GET"))
         head = await exchange(open_one, request.replace(b"{}", b"HEAD"))
 
@@ -592,9 +615,9 @@ async def test_head_is_answered_as_get_without_a_body(
 
 
 async def test_the_events_of_the_page_have_an_end_for_head(
-    door: FakeNode, accounts: Accounts
+    api_server: FakeNode, accounts: Accounts
 ) -> None:
-    async with serving(accounts, door) as open_one:
+    async with serving(accounts, api_server) as open_one:
         said = await exchange(open_one, b"HEAD /page/events HTTP/1.1\r\n" + LAST + b"\r\n")
 
     assert said.startswith(b"HTTP/1.1 200 ")
@@ -609,9 +632,9 @@ async def test_the_events_of_the_page_have_an_end_for_head(
     ],
 )
 async def test_what_is_not_http_writes_no_log(
-    door: FakeNode, accounts: Accounts, caplog: pytest.LogCaptureFixture, sent: bytes
+    api_server: FakeNode, accounts: Accounts, caplog: pytest.LogCaptureFixture, sent: bytes
 ) -> None:
-    async with serving(accounts, door) as open_one:
+    async with serving(accounts, api_server) as open_one:
         said = await exchange(open_one, sent)
 
     assert said.startswith(b"HTTP/1.1 ")
@@ -639,20 +662,20 @@ async def test_what_is_not_http_writes_no_log(
     ],
 )
 async def test_the_target_of_a_request_may_be_a_whole_url(
-    door: FakeNode, accounts: Accounts, target: str, host: str, status: int
+    api_server: FakeNode, accounts: Accounts, target: str, host: str, status: int
 ) -> None:
     lines = f"GET {target} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n"
-    async with serving(accounts, door) as open_one:
+    async with serving(accounts, api_server) as open_one:
         said = await exchange(open_one, lines.encode())
 
     assert said.startswith(f"HTTP/1.1 {status} ".encode())
 
 
 async def test_a_page_is_refused_whatever_host_it_puts_before_the_path(
-    door: FakeNode, accounts: Accounts
+    api_server: FakeNode, accounts: Accounts
 ) -> None:
     head = b"GET http://localhost/v1/models HTTP/1.1\r\norigin: http://page.example\r\n"
-    async with serving(accounts, door) as open_one:
+    async with serving(accounts, api_server) as open_one:
         said = await exchange(open_one, head + b"host: page.example\r\nconnection: close\r\n\r\n")
 
     assert said.startswith(b"HTTP/1.1 403 ")
@@ -662,9 +685,9 @@ async def test_a_page_is_refused_whatever_host_it_puts_before_the_path(
     "sent", [b"GET /\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", b"GET / HTTP/1.1\r\nx\r\n\r\n"]
 )
 async def test_what_is_not_http_is_refused_as_a_request_is(
-    door: FakeNode, accounts: Accounts, sent: bytes
+    api_server: FakeNode, accounts: Accounts, sent: bytes
 ) -> None:
-    async with serving(accounts, door) as open_one:
+    async with serving(accounts, api_server) as open_one:
         said = await exchange(open_one, sent)
 
     head, _, body = said.partition(b"\r\n\r\n")
@@ -676,10 +699,10 @@ async def test_what_is_not_http_is_refused_as_a_request_is(
 
 
 async def test_a_malformed_rest_of_a_body_that_was_refused_closes_the_connection(
-    door: FakeNode, accounts: Accounts, caplog: pytest.LogCaptureFixture
+    api_server: FakeNode, accounts: Accounts, caplog: pytest.LogCaptureFixture
 ) -> None:
     head = b"POST /v1/nothing HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
-    async with serving(accounts, door) as open_one:
+    async with serving(accounts, api_server) as open_one:
         reader, writer = await connect(open_one)
         writer.write(head)
         said = await reader.readuntil(b"\r\n\r\n")
@@ -700,7 +723,7 @@ async def test_a_malformed_rest_of_a_body_that_was_refused_closes_the_connection
     ],
 )
 async def test_a_malformed_body_is_refused_although_its_request_is_answered_meanwhile(
-    door: FakeNode,
+    api_server: FakeNode,
     accounts: Accounts,
     caplog: pytest.LogCaptureFixture,
     head: str,
@@ -708,7 +731,7 @@ async def test_a_malformed_body_is_refused_although_its_request_is_answered_mean
     has_body: bool,
 ) -> None:
     sent = f"{head}\r\ntransfer-encoding: chunked\r\n\r\nno chunk\r\n"
-    async with serving(accounts, door) as open_one:
+    async with serving(accounts, api_server) as open_one:
         said = await exchange(open_one, sent.encode())
         await asyncio.sleep(0)  # the task of the request ends
 
@@ -723,7 +746,7 @@ async def test_a_malformed_body_is_refused_although_its_request_is_answered_mean
     [("localhost", "page.example", 101), ("page.example", "localhost", 421)],
 )
 async def test_the_host_of_a_whole_url_counts_for_a_websocket_too(
-    door: FakeNode, accounts: Accounts, target: str, host: str, status: int
+    api_server: FakeNode, accounts: Accounts, target: str, host: str, status: int
 ) -> None:
     lines = (
         f"GET http://{target}{PATH} HTTP/1.1",
@@ -731,7 +754,7 @@ async def test_the_host_of_a_whole_url_counts_for_a_websocket_too(
         *("sec-websocket-version: 13", "sec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA=="),
         f"sec-websocket-protocol: {PROTOCOL}",
     )
-    async with serving(accounts, door) as open_one:
+    async with serving(accounts, api_server) as open_one:
         reader, writer = await connect(open_one)
         writer.write("\r\n".join((*lines, "", "")).encode())
         said = await reader.readline()
@@ -740,8 +763,8 @@ async def test_the_host_of_a_whole_url_counts_for_a_websocket_too(
     assert said.startswith(f"HTTP/1.1 {status} ".encode())
 
 
-async def test_endless_headers_are_refused(door: FakeNode, accounts: Accounts) -> None:
-    async with serving(accounts, door) as open_one:
+async def test_endless_headers_are_refused(api_server: FakeNode, accounts: Accounts) -> None:
+    async with serving(accounts, api_server) as open_one:
         reader, writer = await connect(open_one)
         writer.write(b"GET / HTTP/1.1\r\nx: " + b"x" * (10 << 20))
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.socket
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return tmp_path / "state" / "door.sock"
+    return tmp_path / "state" / "api.sock"
 
 
 def _mode(path: Path) -> int:

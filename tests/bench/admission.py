@@ -15,7 +15,7 @@ from statistics import fmean
 
 from meshllm.names import SessionId
 from meshllm.protocol.kv_cache.admission import QUANTUM, Admission
-from meshllm.protocol.kv_cache.budget import KvBudget, Room
+from meshllm.protocol.kv_cache.budget import KvBudget, KvCapacity
 from tests.bench.report import Report, parser_of
 
 PLACES = 16
@@ -115,7 +115,7 @@ def measure(name: str, requests: int, room: int, every: float, *, grows: bool) -
         at += random.expovariate(1 / every)
         arrivals.append(round(at))
     admission = Admission(
-        KvBudget([Room(room, lambda tokens: (tokens, 0))]), PLACES, waiting=requests
+        KvBudget([KvCapacity(room, lambda tokens: (tokens, 0))]), PLACES, waiting=requests
     )
     return _Load(admission, lengths, arrivals, grows).run(name)
 

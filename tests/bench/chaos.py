@@ -19,7 +19,7 @@ rest until the ring is whole again: its plan takes a node back only while nobody
 each node is shown before, once each rank was stopped and lost, and at the end. Each time, the nodes
 have rested, so that they have released what only their start needs, and as many different texts as
 the prefix cache keeps have filled it and evicted others. What a node names (weights, caches, sent
-rows) has limits of its own; the command fails if a node takes more than `MOST_MORE` for what it
+rows) has limits of its own; the command fails if a node takes more than `MAX_MORE` for what it
 does not name. What is `anonymous` of all resident memory has no file to be read from again.
 
 `--fault relay`, by itself: the nodes have QUIC and a relay, by which alone the rank is reached; the
@@ -64,7 +64,7 @@ from tests.bench.startup import IDLE_S
 from tests.processes.fleet import ALONE, Node, Waited, open_fleet, until
 
 RANKS = ("attic", "bench", "cellar")
-INGRESS = "door"
+INGRESS = "ingress"
 ROLES = ("entry", "middle", "last")
 PHASES = ("noticed", "agreed", "loaded", "linked", "first token")
 """What happens after a fault, each after the last."""
@@ -80,7 +80,7 @@ CALM_S = 5.0  # s at most from the first request to a fault, and from its end to
 REST_S = 0.2
 WARM_UP = "stop 5"  # the fault by which each rank is lost once before memory is compared
 MAX_EARLY = 3  # answers in a row that are computed before the fault
-MOST_MORE = 0.05  # of the memory before
+MAX_MORE = 0.05  # of the memory before
 
 
 @dataclass(frozen=True, slots=True)
@@ -464,7 +464,7 @@ def all_at_once(
     report.say(f"faults: {', '.join(f'{count} {fault}' for fault, count in struck.items())}")
     for name, now in after.items():
         report.say(f"{name}: {growth(before[name], now)}")
-        if (more := unnamed(before[name], now)) > MOST_MORE:
+        if (more := unnamed(before[name], now)) > MAX_MORE:
             wrong.append(f"{name} takes {more:.0%} more memory, which it does not name")
     return wrong
 

@@ -2,9 +2,10 @@
 
 ``python -m tests.bench.departure [--model NAME] [--nodes 3] [--rounds 10] [--threads 1]``
 
-A ring answers in this process, behind a door on loopback. A client asks and closes its connection
-in the middle of the prompt, of an answer, or of four; the time begins when the server notices. What
-a compute thread has begun is not interrupted: one chunk of a prompt, or a step. Milliseconds.
+A ring answers in this process, behind an API server on loopback. A client asks and closes its
+connection in the middle of the prompt, of an answer, or of four; the time begins when the server
+notices. What a compute thread has begun is not interrupted: one chunk of a prompt, or a step.
+Milliseconds.
 """
 
 import argparse
@@ -22,11 +23,11 @@ from unittest.mock import patch
 
 from meshllm.api.access.accounts import Accounts
 from meshllm.api.connection import PublicProtocol
-from meshllm.api.tcp import Door, DoorOptions, open_door
+from meshllm.api.tcp import ApiServer, ApiServerOptions, open_api_server
 from meshllm.model.files.source import resolve
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
-from tests.bench.door import RingPort
+from tests.bench.api_server import RingPort
 from tests.bench.report import Report, parser_of
 
 PROMPT = "A fox, number {}, saw the river and the mill of its friend. "
@@ -60,7 +61,9 @@ def holders(ring: LocalRing) -> list[int]:
     return [ring.entry.sessions, *(stage.sessions for stage in ring.stages)]
 
 
-async def depart(door: Door, ring: LocalRing, model: str, number: int, phase: str) -> float:
+async def depart(
+    api_server: ApiServer, ring: LocalRing, model: str, number: int, phase: str
+) -> float:
     """Ask, leave in a phase, and return the milliseconds until all ranks are free."""
     lost = asyncio.get_running_loop().create_future()
     before = PublicProtocol.connection_lost
@@ -70,7 +73,7 @@ async def depart(door: Door, ring: LocalRing, model: str, number: int, phase: st
         before(protocol, error)
 
     with patch.object(PublicProtocol, "connection_lost", note):
-        reader, writer = await asyncio.open_connection(*door.bound.getsockname()[:2])
+        reader, writer = await asyncio.open_connection(*api_server.bound.getsockname()[:2])
         writer.write(request_of(model, number, phase))
         if phase == "prompt":
             while not all(holders(ring)):  # noqa: ASYNC110  # it has no event
@@ -92,15 +95,15 @@ async def run(options: argparse.Namespace, report: Report) -> int:
     report.say(f"{'leaves during':14} {'median ms':>10} {'worst ms':>9}")
     with TemporaryDirectory() as folder, Accounts.open(Path(folder) / "state") as accounts:
         async with open_local_ring(resolve(options.model), rings) as ring:
-            with open_door(DoorOptions("127.0.0.1", 0), accounts) as door:
+            with open_api_server(ApiServerOptions("127.0.0.1", 0), accounts) as api_server:
                 port: Any = RingPort(ring, options.model)
-                serving = asyncio.ensure_future(door.serve(port))
+                serving = asyncio.ensure_future(api_server.serve(port))
                 number = 0
                 for phase in PHASES:
                     found = list[float]()
                     for _ in range(options.rounds + 1):
                         number += 1
-                        found.append(await depart(door, ring, options.model, number, phase))
+                        found.append(await depart(api_server, ring, options.model, number, phase))
                     row = Row(phase, statistics.median(found[1:]), max(found[1:]))
                     rows.append(row)
                     report.say(f"{row.phase:14} {row.median_ms:10.1f} {row.worst_ms:9.1f}")

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from meshllm.node.net.secure import secure_accept, secure_dial
 from meshllm.protocol.trust.credential import Credential, Removals, found
-from meshllm.protocol.trust.handshake import Own, Purpose
+from meshllm.protocol.trust.handshake import LocalIdentity, Purpose
 from meshllm.protocol.trust.identity import NodeKey
 from meshllm.protocol.trust.ticket import TicketProof
 from meshllm.transport.contract import Buffer, Link, SupportsIdentity, Transport
@@ -151,7 +151,9 @@ class OpenHouse:
     def guests(self) -> tuple[bytes, ...]:
         return ()
 
-    async def judge(self, _node: object, proof: Credential | TicketProof, *_: object) -> Credential:
+    async def authorize(
+        self, _node: object, proof: Credential | TicketProof, *_: object
+    ) -> Credential:
         assert isinstance(proof, Credential)
         return proof
 
@@ -160,7 +162,7 @@ async def secured(near: Link, far: Link) -> tuple[Link, Link]:
     """Perform the handshake of two nodes of one mesh."""
     key = NodeKey(SEED)
     credential = found(key, bytes(16))
-    own = Own(key, 1, credential)
+    own = LocalIdentity(key, 1, credential)
     return await asyncio.gather(
         secure_dial(near, own, Purpose.RING, expect=key.node, now_s=0, removals={}),
         secure_accept(far, own, OpenHouse()),

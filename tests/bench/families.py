@@ -62,10 +62,10 @@ def work(names: Sequence[str], sender: Connection) -> None:
     torch.set_num_threads(1)
     table = read_table()
     for name in names:
-        sender.send(judge(name, table))
+        sender.send(authorize(name, table))
 
 
-def judge(name: str, table: FamilyTable) -> Verdict:
+def authorize(name: str, table: FamilyTable) -> Verdict:
     """Run all parity checks on the tiny config of one type."""
     try:
         verdict = measure(tiny_config(name, table), FULL)

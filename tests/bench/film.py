@@ -2,8 +2,8 @@
 
 Three processes form a ring, and one of them serves the page to a headless Chromium. The film shows
 the mesh, the chat in mid-answer, the loss of a node during an answer, plans and keys; then every
-view in the themes of light and dark, in the widths of a phone, a tablet and a desktop; and the door
-of a client. `tests.bench.paint` measures the first paint.
+view in the themes of light and dark, in the widths of a phone, a tablet and a desktop; and the API
+server of a client. `tests.bench.paint` measures the first paint.
 """
 
 import argparse
@@ -80,8 +80,8 @@ def _serve(fleet: Fleet) -> tuple[str, str]:
     """Start the ring; return the address of its page, and a key of the owner."""
     ticket, address = fleet.found(NAMES[0]), free_address()
     for name in NAMES:
-        door = ("--serve", address) if name == NAMES[0] else ()
-        fleet.node(name).start("--join", ticket, "--members", str(len(NAMES)), *ALONE, *door)
+        api_server = ("--serve", address) if name == NAMES[0] else ()
+        fleet.node(name).start("--join", ticket, "--members", str(len(NAMES)), *ALONE, *api_server)
     fleet.form()
     made = meshllm("key", "create", "me", "--owner", state=fleet.node(NAMES[0]).state)
     return f"http://{address}/", made.stdout.strip()
@@ -136,7 +136,7 @@ def _tour(film: Film, page: "Page", key: str, name: str) -> None:
 
 
 def _visit_client(film: Film, fleet: Fleet, browser: "Browser") -> None:
-    """Take the page of a client's door."""
+    """Take the page of a client's API server."""
     state, port = fleet.node(NAMES[0]).state, free_address().rpartition(":")[2]
     ticket = meshllm("ring", "ticket", "--role", "client", state=state).stdout.strip()
     words = ("serve", "--port", port, "--join", ticket, "--state", str(fleet.folder / "client"))

@@ -85,7 +85,7 @@ class Verdict:
         return f"{what} {self.ratio:6.3f} of {self.against:<14} goal {self.least:.2f}  {verdict}"
 
 
-def judge(rows: Iterable[Row]) -> Iterator[Verdict]:
+def authorize(rows: Iterable[Row]) -> Iterator[Verdict]:
     """Hold the rows of the engine against the goals; yield none for what was not measured."""
     own = {(row.threads, row.task, row.width): row for row in rows if row.name == MESHLLM}
     for goal in GOALS:

@@ -15,8 +15,13 @@ from random import Random
 from time import perf_counter
 
 from meshllm.errors import NotAuthorised, PeerFault
-from meshllm.protocol.trust.handshake import HandshakeDialer, HandshakeListener, HandshakeState, Own
-from meshllm.protocol.trust.transcript import HELLO_BYTES, Fresh, Side, Transcript
+from meshllm.protocol.trust.handshake import (
+    HandshakeDialer,
+    HandshakeListener,
+    HandshakeState,
+    LocalIdentity,
+)
+from meshllm.protocol.trust.transcript import HELLO_BYTES, HandshakeRandomness, Side, Transcript
 from tests.bench.report import Report, parser_of
 from tests.builders.handshakes import (
     AS_JOINER,
@@ -71,7 +76,7 @@ def change(message: bytes, other: bytes, random: Random) -> bytes:
 class Recording:
     """One valid handshake, message by message, and the machine state before each message."""
 
-    def __init__(self, own: Own, fresh: Fresh) -> None:
+    def __init__(self, own: LocalIdentity, fresh: HandshakeRandomness) -> None:
         self._own, self._fresh = own, fresh
         dialer, listener = make_dialer(own, fresh=fresh), make_listener()
         first = said(dialer.start())

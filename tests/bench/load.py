@@ -1,4 +1,4 @@
-"""A door under load: streaming clients on a ring, idle connections, slow readers, hostile requests.
+"""An API server under load: streaming clients, idle connections, slow readers, hostile requests.
 
 ``python -m tests.bench.load [--clients 64] [--seconds 120] [--nodes 3] [--idle 1000] [--slow 200]``
 
@@ -78,7 +78,7 @@ def head_of(address: str, length: int, more: str = "", path: str = "/v1/chat/com
 
 
 async def connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Open a connection to a door."""
+    """Open a connection to an API server."""
     host, port = address.split(":")
     return await asyncio.open_connection(host, int(port))
 
@@ -275,8 +275,8 @@ def main() -> int:
         address, ticket = free_address(), fleet.found(names[0])
         for name in names[1:]:
             fleet.node(name).start("--join", ticket, *ALONE)
-        door = ("--members", str(len(names)), "--serve", address)
-        fleet.node(names[0]).start(*door, *ALONE)
+        api_server = ("--members", str(len(names)), "--serve", address)
+        fleet.node(names[0]).start(*api_server, *ALONE)
         fleet.form()
         return asyncio.run(run(options, fleet, address, Report(options)))
 

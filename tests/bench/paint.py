@@ -1,9 +1,9 @@
 """First paint of the page, beside an empty one: `python -m tests.bench.paint [--loads 20]`.
 
 A headless Chromium loads, by turns and each time without its cache, an empty page, the page without
-its scripts, and the page, from the door of a fake node. Times are from the start of navigation to
-the first contentful paint. What an empty page takes is the browser's own: on a machine that is busy
-the ratio says more than the milliseconds.
+its scripts, and the page, from the API server of a fake node. Times are from the start of
+navigation to the first contentful paint. What an empty page takes is the browser's own: on a
+machine that is busy the ratio says more than the milliseconds.
 """
 
 import asyncio

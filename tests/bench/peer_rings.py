@@ -142,7 +142,7 @@ async def measure(folder: Path, quant: Quant, options: Namespace) -> Row:
     return Row(quant, options.nodes, own, other, other / own)
 
 
-def judge(rows: Sequence[Row]) -> Iterator[Verdict]:
+def authorize(rows: Sequence[Row]) -> Iterator[Verdict]:
     """Hold the rows against the goal."""
     for row in rows:
         yield Verdict(1, f"{row.nodes} processes", row.width, RPC, row.ratio, RINGS_LEAST)
@@ -192,7 +192,7 @@ def main(args: Sequence[str] | None = None) -> int:
     with load_of_others() as others:
         rows = measure_all(options)
     about = conditions(options, others)
-    goals = list(judge(rows))
+    goals = list(authorize(rows))
     lines = (f"{name}: {value}" for name, value in about.items())
     report.say(*lines, *table(rows), *map(str, goals))
     report.write(rows, **about, goals=goals)

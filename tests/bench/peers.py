@@ -41,7 +41,7 @@ from meshllm.names import Quant
 from tests.bench import peer_rings
 from tests.bench.conditions import conditions, load_of_others, lower_quartile, progress
 from tests.bench.gguf_file import write_gguf
-from tests.bench.goals import LLAMA, MESHLLM, Row, judge
+from tests.bench.goals import LLAMA, MESHLLM, Row, authorize
 from tests.bench.report import Report, counts, parser_of
 
 BENCH = "llama-bench"
@@ -340,7 +340,7 @@ def main(args: Sequence[str] | None = None) -> int:
     rows = summarise(times, sizes, {} if options.cpu_time else limits)
     about = conditions(options, others, gb_per_s=limits)
     report.say(*(f"{name}: {value}" for name, value in about.items()), *table(rows))
-    goals = list(judge(rows))
+    goals = list(authorize(rows))
     report.say(*map(str, goals))
     try:
         about |= ring_rows(options, {row.width for row in rows if row.name == MESHLLM}, report)
@@ -354,7 +354,7 @@ def ring_rows(options: Namespace, widths: Collection[str], report: Report) -> di
     with load_of_others() as others:
         if not (rings := measure_rings(options, widths)):
             return {}
-    goals = list(peer_rings.judge(rings))
+    goals = list(peer_rings.authorize(rings))
     report.say(*peer_rings.table(rings), *map(str, goals))
     return {"rings": rings, "goals_of_rings": goals, "others_of_rings": others}
 

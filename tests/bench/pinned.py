@@ -1,9 +1,10 @@
 """Replicas of one model as processes, each pinned to one core; see `tests.bench.replicas`.
 
 A replica is one node that holds the whole model: the built-in one, or a larger one of random
-weights, beside which the door takes a smaller share of the CPU. Clients ask through a door of its
-own process, which holds no layers. Door and clients run on a core that is left, or else on that of
-the first replica: the time that they take from it is counted, and the same on one replica.
+weights, beside which the API server takes a smaller share of the CPU. Clients ask through an API
+server of its own process, which holds no layers. API server and clients run on a core that is left,
+or else on that of the first replica: the time that they take from it is counted, and the same on
+one replica.
 """
 
 import asyncio
@@ -28,12 +29,12 @@ THINGS = (
     "rivers", "foxes", "machines", "winters", "stories", "towers", "gardens", "stones", "songs",
     "bridges", "letters", "islands", "lamps",
 )  # fmt: skip
-DOOR, NAMES = "door", ("attic", "bench", "cellar", "desk")
+INGRESS, NAMES = "ingress", ("attic", "bench", "cellar", "desk")
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One answer of the door."""
+    """One answer of the API server."""
 
     text: str
     prompt: int
@@ -87,12 +88,12 @@ class Cores:
     """Where each process runs."""
 
     replicas: tuple[int, ...]
-    door: int
+    api_server: int
     """Of the clients too."""
 
     @classmethod
     def of(cls, replicas: int, free: Sequence[int]) -> "Cores":
-        """Give each replica a core, and the door one that is left, else that of the first replica.
+        """Give each replica a core; the API server one that is left, or that of the first replica.
 
         Raises:
             ValueError: there are fewer cores than replicas.
@@ -105,20 +106,20 @@ class Cores:
 
 def measure(replicas: int, chats: int, cores: Cores, *, is_random: bool = False) -> PinnedLoad:
     """Run all chats in a mesh with so many replicas."""
-    with open_fleet() as fleet, _pinned(cores.door):
+    with open_fleet() as fleet, _pinned(cores.api_server):
         model = ("--model", str(random_model(fleet.folder / "model"))) if is_random else ()
         names, port = NAMES[:replicas], free_address().rpartition(":")[2]
-        ticket = fleet.found(DOOR)
-        ring = "--members", "1", "--replicas", str(replicas), "--exclude", DOOR
-        door = fleet.node(DOOR).start(
+        ticket = fleet.found(INGRESS)
+        ring = "--members", "1", "--replicas", str(replicas), "--exclude", INGRESS
+        api_server = fleet.node(INGRESS).start(
             *ALONE, *model, *ring, "--port", port, command=("serve", "--threads", "1"),
-            within=_at(cores.door),
+            within=_at(cores.api_server),
         )  # fmt: skip
         for name, core in zip(names, cores.replicas, strict=False):
             node = fleet.node(name)
-            until(lambda: bool(door.status()), fleet.told)
+            until(lambda: bool(api_server.status()), fleet.told)
             node.start(*ALONE, *model, "--join", ticket, within=_at(core))
-        until(lambda: _serving(door) == replicas, fleet.told)
+        until(lambda: _serving(api_server) == replicas, fleet.told)
         address = f"127.0.0.1:{port}"
         (served,) = httpx2.get(f"http://{address}/v1/models").json()["data"]
         return asyncio.run(_load(fleet, address, served["id"], chats))

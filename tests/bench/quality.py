@@ -83,7 +83,7 @@ class Speaker:
         return str(text).strip()
 
     @torch.inference_mode()
-    def judge(self, question: str, answer: str) -> tuple[Tensor, Tensor]:
+    def authorize(self, question: str, answer: str) -> tuple[Tensor, Tensor]:
         """Return the loss of each token of an answer, and whether it has the highest logit."""
         prompt = self.prompt([{"role": "user", "content": question}])
         ids = torch.tensor([prompt + self.tokenizer.encode(answer, add_special_tokens=False)])
@@ -113,8 +113,8 @@ def run(kinds: Sequence[str], cases: Sequence[Case]) -> list[Row]:
 def _row(speaker: Speaker, plain: Sequence[Result]) -> Row:
     results = evaluate([result.case for result in plain], speaker.reply)
     single = [result for result in plain if len(result.case.turns) == 1]
-    ideal = [speaker.judge(one.case.turns[0], one.case.ideal)[0] for one in single]
-    own = [speaker.judge(one.case.turns[0], one.answer) for one in single]
+    ideal = [speaker.authorize(one.case.turns[0], one.case.ideal)[0] for one in single]
+    own = [speaker.authorize(one.case.turns[0], one.answer) for one in single]
     same = [mine.answer == theirs.answer for mine, theirs in zip(results, plain, strict=True)]
     return Row(
         kind=speaker.kind,

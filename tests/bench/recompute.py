@@ -1,7 +1,7 @@
 """What recomputing the caches of lost layers costs: ``python -m tests.bench.recompute``.
 
 The first table has the CPU time of a row in a layer, by part, of random models, on one thread: of
-decode steps, `MOST_ROWS` at a time as drafts are verified and `RECOMPUTED_ROWS` as after a loss,
+decode steps, `MAX_ROWS` at a time as drafts are verified and `RECOMPUTED_ROWS` as after a loss,
 and of chunks of a prompt. All have the same rows, behind nothing. Of a part, only its share of the
 time counts, as timing each call takes time too. The last column is the least that the matrices can
 take: their products at the rate of the fastest of them.
@@ -41,7 +41,7 @@ from meshllm.model.files.source import open_folder
 from meshllm.model.kernels import attention, flash_attention
 from meshllm.model.kernels.gemm_bf16 import Bf16Matrix
 from meshllm.model.modules import rms_norm
-from meshllm.model.modules.linear_bf16 import MOST_ROWS, CompiledLinear
+from meshllm.model.modules.linear_bf16 import MAX_ROWS, CompiledLinear
 from meshllm.model.split.kv_cache import SpanCache
 from meshllm.model.steps.load import load_shard
 from meshllm.model.steps.runner import Runner
@@ -150,7 +150,7 @@ def timed_parts(spent: Counter[str]) -> Iterator[None]:
 def measure(folder: Path, name: str, count: int) -> Iterator[Kind]:
     """Time ``count`` rows of some layers of a model, each way."""
     source = open_folder(name, folder)
-    runner = Runner(load_shard(source, LAYERS, embed=False, head=False), (MOST_ROWS,))
+    runner = Runner(load_shard(source, LAYERS, embed=False, head=False), (MAX_ROWS,))
     for _ in runner.warm_up_steps():
         pass
     steps = runner.steps
@@ -163,7 +163,7 @@ def measure(folder: Path, name: str, count: int) -> Iterator[Kind]:
     rows = torch.randn(1, count, width, generator=torch.Generator().manual_seed(0))
     rows = rows.to(torch.bfloat16)
     kinds: list[tuple[str, int, Run, Run]] = [
-        ("steps", MOST_ROWS, runner.step, partial(eager, inner)),
+        ("steps", MAX_ROWS, runner.step, partial(eager, inner)),
         ("steps again", inner.most_recomputed, runner.recompute, runner.recompute),
         ("prompt", PROMPT_ROWS, runner.prefill, runner.prefill),
     ]

@@ -4,8 +4,8 @@
     python -m tests.bench.replicas --processes [--random] [--chats 64] [--rounds 3]
 
 Whole nodes with the toy model of the simulation, in virtual time: rings of two nodes, 100 ms round
-trip between any two, one door. Each chat has three turns, one behind the other; all chats run at
-the same time. One ring is compared with two replicas.
+trip between any two, one API server. Each chat has three turns, one behind the other; all chats run
+at the same time. One ring is compared with two replicas.
 
 With ``--processes`` each replica is a process on a core of its own, with the built-in model or,
 with ``--random``, with one of 12 random layers, about 100 MB, see `tests.bench.pinned`. The rounds
@@ -62,10 +62,10 @@ async def _measure(home: Path, seed: int, replicas: int, chats: int) -> ChatLoad
         world.running[number].worker._seconds = JOB_S
     await _formed(world, replicas)
     load, begin = ChatLoad(), world.loop.time()
-    door = world.running[0]
+    api_server = world.running[0]
     jobs = [
         world.loop.create_task(
-            _chat(world, load, begin, number), context=door.process.context.copy()
+            _chat(world, load, begin, number), context=api_server.process.context.copy()
         )
         for number in range(chats)
     ]
@@ -132,8 +132,8 @@ def _of_simulation(options: Namespace, report: Report) -> tuple[float, float]:
 def _of_processes(options: Namespace, report: Report) -> tuple[float, float]:
     cores = Cores.of(2, sorted(os.sched_getaffinity(0)))
     report.say(
-        f"replicas on the cores {cores.replicas}, door and clients on core {cores.door}"
-        + (", that of the first replica" if cores.door in cores.replicas else "")
+        f"replicas on the cores {cores.replicas}, API server and clients on core {cores.api_server}"
+        + (", that of the first replica" if cores.api_server in cores.replicas else "")
     )
     loads = list[PinnedLoad]()
     for replicas, name in (*enumerate(NAMES, 1),) * options.rounds:

@@ -20,7 +20,7 @@ from meshllm.errors import ModelError
 from meshllm.names import Quant
 from tests.bench import conditions, gguf_file, peer_rings, peers
 from tests.bench.conditions import load_of_others, lower_quartile
-from tests.bench.goals import LLAMA, Row, judge
+from tests.bench.goals import LLAMA, Row, authorize
 from tests.bench.peers import (
     Llama,
     command_of,
@@ -128,7 +128,7 @@ def test_ratios_are_held_against_the_goals() -> None:
         Row(2, "decode 4", "none", "meshllm", 30.0, 133.3, 2.0, 1.0, None),
     ]
 
-    found = {(each.task, each.width, each.against): each.is_met for each in judge(rows)}
+    found = {(each.task, each.width, each.against): each.is_met for each in authorize(rows)}
 
     assert found == {
         ("decode 1", "int8", LLAMA): False,
@@ -138,7 +138,7 @@ def test_ratios_are_held_against_the_goals() -> None:
         ("prefill 256", "none", LLAMA): True,
         ("prefill 256", "none", TRANSFORMERS): False,
     }
-    (missed,) = [str(each) for each in judge(rows) if each.against == LLAMA and not each.is_met]
+    (missed,) = [str(each) for each in authorize(rows) if each.against == LLAMA and not each.is_met]
     assert " ".join(missed.split()) == "2 decode 1 int8 1.200 of llama.cpp goal 1.30 missed"
 
 
@@ -163,7 +163,7 @@ def test_rings_follow_where_llama_has_servers(
 
     (asked_for,) = asked
     assert (asked_for.model, asked_for.layers, asked_for.quants) == ("tiny", 2, [Quant.INT8])
-    assert [each.is_met for each in peer_rings.judge([row])] == [True]
+    assert [each.is_met for each in peer_rings.authorize([row])] == [True]
 
 
 def test_a_quarter_of_the_values_is_not_above_the_lower_quartile() -> None:

@@ -44,9 +44,9 @@ def test_what_is_not_a_whole_answer_fails(said: bytes) -> None:
         reply_of(said)
 
 
-def test_the_door_gets_a_core_of_its_own_where_one_is_left() -> None:
-    assert Cores.of(2, [0, 1]) == Cores((0, 1), door=0)
-    assert Cores.of(2, [2, 4, 6]) == Cores((2, 4), door=6)
+def test_the_api_server_gets_a_core_of_its_own_where_one_is_left() -> None:
+    assert Cores.of(2, [0, 1]) == Cores((0, 1), api_server=0)
+    assert Cores.of(2, [2, 4, 6]) == Cores((2, 4), api_server=6)
     with pytest.raises(ValueError, match="2 replicas need as many cores, 1 are free"):
         Cores.of(2, [3])
 

@@ -7,7 +7,7 @@ import httpx2
 import pytest
 
 from meshllm.api.app import owner_application
-from meshllm.bench.targets import BackendTarget, DoorTarget, TargetAnswer, lines, open_door_target
+from meshllm.bench.targets import BackendTarget, HttpTarget, TargetAnswer, lines, open_http_target
 from meshllm.errors import LinkLost, MeshError, ModelError, NotAuthorised
 from meshllm.request import Event, Piece, Prefilled, Request, Sampling
 from tests.builders.fake_node import FakeNode
@@ -25,29 +25,29 @@ ASKED = Request(
 @pytest.fixture
 async def client() -> AsyncIterator[httpx2.AsyncClient]:
     transport = httpx2.ASGITransport(owner_application(FakeNode()))
-    async with httpx2.AsyncClient(transport=transport, base_url="http://door/v1") as client:
+    async with httpx2.AsyncClient(transport=transport, base_url="http://node/v1") as client:
         yield client
 
 
-def answering(status: int, text: str) -> DoorTarget:
+def answering(status: int, text: str) -> HttpTarget:
     transport = httpx2.MockTransport(lambda _: httpx2.Response(status, text=text))
-    return DoorTarget(httpx2.AsyncClient(transport=transport, base_url="http://door/v1"))
+    return HttpTarget(httpx2.AsyncClient(transport=transport, base_url="http://node/v1"))
 
 
-async def test_a_door_answers_with_its_usage() -> None:
+async def test_an_api_server_answers_with_its_usage() -> None:
     node, begun = FakeNode(), list[None]()
     transport = httpx2.ASGITransport(owner_application(node))
-    async with httpx2.AsyncClient(transport=transport, base_url="http://door/v1") as client:
-        answer = await DoorTarget(client).ask(ASKED, lambda: begun.append(None))
+    async with httpx2.AsyncClient(transport=transport, base_url="http://node/v1") as client:
+        answer = await HttpTarget(client).ask(ASKED, lambda: begun.append(None))
 
     assert answer == TargetAnswer(2, 0, 5)
     assert len(begun) == 3
     assert node.requests == [replace(ASKED, model="")]  # the only one of the fake node
 
 
-async def test_the_error_of_a_door_is_raised(client: httpx2.AsyncClient) -> None:
+async def test_the_error_of_an_api_server_is_raised(client: httpx2.AsyncClient) -> None:
     with pytest.raises(MeshError, match="`other` is not served here"):
-        await DoorTarget(client).ask(replace(ASKED, model="other"), lambda: None)
+        await HttpTarget(client).ask(replace(ASKED, model="other"), lambda: None)
 
 
 @pytest.mark.parametrize(
@@ -102,12 +102,12 @@ async def test_a_lost_connection_is_named() -> None:
         raise httpx2.ReadError("reset", request=request)
 
     transport = httpx2.MockTransport(lost)
-    async with httpx2.AsyncClient(transport=transport, base_url="http://door/v1") as client:
+    async with httpx2.AsyncClient(transport=transport, base_url="http://node/v1") as client:
         with pytest.raises(LinkLost, match="The connection was lost: reset"):
-            await DoorTarget(client).ask(ASKED, lambda: None)
+            await HttpTarget(client).ask(ASKED, lambda: None)
 
 
-async def test_a_door_that_needs_a_key_says_how_to_give_one(
+async def test_an_api_server_that_needs_a_key_says_how_to_give_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     text = json.dumps({"error": {"message": "An API key is required"}})
@@ -116,24 +116,26 @@ async def test_a_door_that_needs_a_key_says_how_to_give_one(
     monkeypatch.setattr(httpx2, "AsyncClient", lambda **terms: plain(transport=transport, **terms))
 
     with pytest.raises(NotAuthorised, match="requires a valid API key") as raised:
-        async with open_door_target("http://door/v1", None) as door:
-            await door.models()
+        async with open_http_target("http://node/v1", None) as api_server:
+            await api_server.models()
 
     assert raised.value.hint == "`--key-file FILE` reads one"
 
 
-async def test_a_door_without_models_tells_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_api_server_without_models_tells_its_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     transport = httpx2.MockTransport(lambda _: httpx2.Response(502, text="<html>"))
     plain = httpx2.AsyncClient
     monkeypatch.setattr(httpx2, "AsyncClient", lambda **terms: plain(transport=transport, **terms))
 
     with pytest.raises(MeshError, match="HTTP status 502"):
-        async with open_door_target("http://door/v1", None) as door:
-            await door.models()
+        async with open_http_target("http://node/v1", None) as api_server:
+            await api_server.models()
 
 
 @pytest.mark.parametrize("more", [{}, {"meshllm": {"aliases": ["b"], "key": "ab" * 8, "new": 1}}])
-async def test_a_door_lists_its_models(more: dict[str, Any]) -> None:
+async def test_an_api_server_lists_its_models(more: dict[str, Any]) -> None:
     text = json.dumps({"data": [{"id": "one", "object": "model", **more}, {"id": "two"}]})
 
     one, two = await answering(200, text).models()
@@ -142,7 +144,7 @@ async def test_a_door_lists_its_models(more: dict[str, Any]) -> None:
     assert (one.aliases, one.key) == ((("b",), "ab" * 8) if more else ((), ""))
 
 
-async def test_a_door_that_serves_nothing_replays_nothing() -> None:
+async def test_an_api_server_that_serves_nothing_replays_nothing() -> None:
     with pytest.raises(ModelError, match="No model is served at"):
         await answering(200, '{"data": []}').models()
 

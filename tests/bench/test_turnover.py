@@ -37,7 +37,7 @@ def test_a_mesh_starts_with_its_nodes_and_only_joins_and_leaves_count() -> None:
 
 @pytest.mark.parametrize(
     ("changed", "reason"),
-    [("MOST_MOVES", "moves by a join or leave"), ("MOST_ROUNDS", "rounds without layers")],
+    [("MAX_MOVES", "moves by a join or leave"), ("MAX_ROUNDS", "rounds without layers")],
 )
 def test_the_command_fails_if_a_bound_is_broken(
     changed: str,

@@ -37,7 +37,7 @@ from meshllm.node.ring.shape import plan_shape
 from meshllm.protocol.planning.chunking import RingTimes, ring_times
 from meshllm.protocol.planning.plan import Links, LinkSpeed, Offer
 from meshllm.protocol.session.compression import PACKED, pays
-from meshllm.protocol.session.pace import Pace
+from meshllm.protocol.session.pace import PrefillPacing
 from meshllm.request import Sampling
 from meshllm_loopback import LoopbackTransport, Shape
 
@@ -71,7 +71,7 @@ class Contestant:
     ring: LocalRing
     times: RingTimes
 
-    async def first_token_s(self, pace: Pace, tokens: int, number: int) -> float:
+    async def first_token_s(self, pace: PrefillPacing, tokens: int, number: int) -> float:
         """Generate the first token after a prompt that is unique to ``number``."""
         self.ring.entry.pace = lambda *_: pace
         rest = ((7 * place + 3) % 500 for place in range(tokens - 2))
@@ -91,12 +91,12 @@ async def measure(source: Source, options: argparse.Namespace) -> list[Row]:
     async with AsyncExitStack() as stack:
         rings = [await _open(stack, source, wire, way, options) for wire in wires]
         for ring in rings:  # warm-up
-            await ring.first_token_s(Pace(), min(prompts), next(numbers))
+            await ring.first_token_s(PrefillPacing(), min(prompts), next(numbers))
         for tokens in prompts:
             runs = [
                 (ring, pace, list[float]())
                 for ring in rings
-                for pace in (Pace(chunk=tokens, window=1), ring.times.best_pace(tokens))
+                for pace in (PrefillPacing(chunk=tokens, window=1), ring.times.best_pace(tokens))
             ]
             for round_ in range(options.rounds):
                 for ring, pace, run in runs if round_ % 2 else reversed(runs):

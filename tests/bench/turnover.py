@@ -15,7 +15,7 @@ The command fails if one of these bounds is broken:
 
 - While there is memory for all models, or for all that are used, none of them lacks layers for more
   than the round in which nodes move.
-- A node that joins or leaves moves at most `MOST_MOVES` others, and those that complete a further
+- A node that joins or leaves moves at most `MAX_MOVES` others, and those that complete a further
   replica: where memory suffices for one more ring with it, spare nodes of other rings form it.
 - No oscillation: nobody moves in a later round than the first after a change.
 - All nodes compute the same.
@@ -52,8 +52,8 @@ from tests.builders.sharing import served_model, shared_mesh
 NODES, MODELS = 50, 6
 CHANGES = 500  # joins and leaves of one mesh
 PULL = 20  # nodes: as many fewer than at first, and a join is certain next
-MOST_MOVES = 4  # by a join or leave, beside those that complete a replica; seen in 10,000
-MOST_ROUNDS = 1  # in which a model lacks layers
+MAX_MOVES = 4  # by a join or leave, beside those that complete a replica; seen in 10,000
+MAX_ROUNDS = 1  # in which a model lacks layers
 BACK = 10  # joins and leaves within which a node that returns to a group is counted
 SHARED_NODES, SHARED_SIZES = 12, (300, 700, 1500, 6000)
 SPAN_NODES, SPAN_SIZES, SPEEDS = 6, (350, 650, 950, 1400, 2600), (0.005, 0.01, 0.01, 0.02)
@@ -117,8 +117,8 @@ class Report:
     def broken(self) -> list[str]:
         """Name the bounds that are broken."""
         within = {
-            f"moves by a join or leave: {self.repairs} of {MOST_MOVES}": self.repairs <= MOST_MOVES,
-            f"rounds without layers: {self.rounds} of {MOST_ROUNDS}": self.rounds <= MOST_ROUNDS,
+            f"moves by a join or leave: {self.repairs} of {MAX_MOVES}": self.repairs <= MAX_MOVES,
+            f"rounds without layers: {self.rounds} of {MAX_ROUNDS}": self.rounds <= MAX_ROUNDS,
             f"models without a ring: after {self.unserved} changes": not self.unserved,
             f"oscillations: {self.oscillations}": not self.oscillations,
             f"nodes that compute differently: after {self.differing} changes": not self.differing,

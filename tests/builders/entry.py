@@ -5,7 +5,7 @@ from meshllm.protocol.kv_cache.prefix_index import PrefixHit
 from meshllm.protocol.session.actions import Embed, GenerationTask
 from meshllm.protocol.session.blob import seal, session_key
 from meshllm.protocol.session.messages import Blob, Data, DType, Flags, Forward
-from meshllm.protocol.session.pace import Pace
+from meshllm.protocol.session.pace import PrefillPacing
 
 SESSION = SessionId(bytes(range(16)))
 EPOCH = 5
@@ -15,7 +15,7 @@ LAST_CHUNK = Flags.PREFILL | Flags.NEED_ROW
 TASK = GenerationTask(
     SESSION, EPOCH, ring=3, prompt=(11, 12, 13, 14, 15), max_tokens=3, context=64, keep_from=1
 )
-PACE = Pace(chunk=2, window=2, patience_s=10.0, retries=2, close_s=4.0)
+PACE = PrefillPacing(chunk=2, window=2, patience_s=10.0, retries=2, close_s=4.0)
 
 
 def chunk(gen: int, pos: int, tokens: tuple[int, ...]) -> Embed:

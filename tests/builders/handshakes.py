@@ -6,17 +6,17 @@ from types import MappingProxyType
 from meshllm.names import NodeId
 from meshllm.protocol.trust.credential import Removals, Role, found, issue
 from meshllm.protocol.trust.handshake import (
+    AuthorizeDialer,
     Established,
     HandshakeDialer,
     HandshakeListener,
-    Judge,
-    Own,
+    LocalIdentity,
     Purpose,
     SendHandshake,
 )
 from meshllm.protocol.trust.identity import NodeKey
 from meshllm.protocol.trust.ticket import Ticket
-from meshllm.protocol.trust.transcript import Fresh
+from meshllm.protocol.trust.transcript import HandshakeRandomness
 from tests.protocol import handshake_vectors as vectors
 
 NOW = 1_800_000_000
@@ -28,49 +28,50 @@ MESH = FOUNDED.mesh
 MEMBER = issue(HOST, FOUNDED, GUEST.node, Role.NODE, vectors.EXPIRES_S)
 TICKET = Ticket(HOST.node, (), Role.NODE, 0, vectors.SECRET)
 
-AS_HOST = Own(HOST, 7, FOUNDED)
-AS_MEMBER = Own(GUEST, 3, MEMBER)
-AS_JOINER = Own(GUEST, 3, TICKET)
-AS_STRANGER = Own(GUEST, 3, found(GUEST, bytes(16)))
+AS_HOST = LocalIdentity(HOST, 7, FOUNDED)
+AS_MEMBER = LocalIdentity(GUEST, 3, MEMBER)
+AS_JOINER = LocalIdentity(GUEST, 3, TICKET)
+AS_STRANGER = LocalIdentity(GUEST, 3, found(GUEST, bytes(16)))
 
 FRESH_DIALER, FRESH_LISTENER = (
-    Fresh(vectors.EPHEMERALS[side], vectors.NONCES[side]) for side in ("dialer", "listener")
+    HandshakeRandomness(vectors.EPHEMERALS[side], vectors.NONCES[side])
+    for side in ("dialer", "listener")
 )
-OTHER_FRESH = Fresh(bytes([9]) * 32, bytes(16))
+OTHER_FRESH = HandshakeRandomness(bytes([9]) * 32, bytes(16))
 NOBODY: Removals = MappingProxyType({})
 
 
 def make_dialer(
-    own: Own = AS_MEMBER,
+    own: LocalIdentity = AS_MEMBER,
     *,
     expect: NodeId = HOST.node,
-    fresh: Fresh = FRESH_DIALER,
+    fresh: HandshakeRandomness = FRESH_DIALER,
     removals: Removals = NOBODY,
 ) -> HandshakeDialer:
     return HandshakeDialer(own, Purpose.MESH, fresh, expect=expect, now_s=NOW, removals=removals)
 
 
 def make_listener(
-    own: Own = AS_HOST,
+    own: LocalIdentity = AS_HOST,
     *,
-    fresh: Fresh = FRESH_LISTENER,
+    fresh: HandshakeRandomness = FRESH_LISTENER,
     guests: Iterable[bytes] = (TICKET.psk,),
     removals: Removals = NOBODY,
 ) -> HandshakeListener:
     return HandshakeListener(own, fresh, guests, now_s=NOW, removals=removals)
 
 
-def said(actions: Sequence[SendHandshake | Judge | Established]) -> bytes:
+def said(actions: Sequence[SendHandshake | AuthorizeDialer | Established]) -> bytes:
     """Return the message of the only action."""
     (action,) = actions
     assert isinstance(action, SendHandshake)
     return action.message
 
 
-def asked(actions: Sequence[SendHandshake | Judge]) -> Judge:
-    """Return the only action, a `Judge`."""
+def asked(actions: Sequence[SendHandshake | AuthorizeDialer]) -> AuthorizeDialer:
+    """Return the only action, a `AuthorizeDialer`."""
     (action,) = actions
-    assert isinstance(action, Judge)
+    assert isinstance(action, AuthorizeDialer)
     return action
 
 

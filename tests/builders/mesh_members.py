@@ -16,7 +16,7 @@ from meshllm.protocol.membership.codec import CloseReason, RequestMessage
 from meshllm.protocol.membership.mesh import Mesh
 from meshllm.protocol.membership.records import Lifecycle, Profile, StateRecord
 from meshllm.protocol.trust.credential import Credential, Role, issue
-from meshllm.protocol.trust.handshake import Own
+from meshllm.protocol.trust.handshake import LocalIdentity
 from meshllm.transport.contract import Transport
 
 
@@ -31,7 +31,7 @@ class House:
         self.me = store.key.node
         self.credential = credential
         self.machine = Mesh(store.key, credential, life, now=now, wall_s=time.time())
-        self.own = Own(store.key, life, credential)
+        self.own = LocalIdentity(store.key, life, credential)
         self.dialer = NodeDialer(dict.fromkeys(transport.schemes, transport), self.own)
         gate = MemberAdmission(store, credential, self.machine.removals)
         self.links = MeshLinks(self.dialer, self.machine, gate, self)

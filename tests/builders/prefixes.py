@@ -28,7 +28,7 @@ async def ask(
         tokens,
         take_token=lambda _: False,
         resume=resume,
-        asker=scope[0],
+        requester=scope[0],
         scope=scope[1],
     )
     async for output in ring.entry.generate(order):

@@ -51,7 +51,7 @@ class FakeRing:
     attempts: list[Sequence[Event | Exception | None]] = field(default_factory=list)
     """None waits without end."""
     asked: list[Request] = field(default_factory=list)
-    askers: list[NodeId | None] = field(default_factory=list)
+    requesters: list[NodeId | None] = field(default_factory=list)
     models: list[str] = field(default_factory=list)
     provided: dict[str, tuple[NodeId, ...]] = field(default_factory=dict)
     """Who provides each model,"""
@@ -145,9 +145,9 @@ class FakeRing:
         return tuple(show(known[name]) for name in names)
 
     def backend(
-        self, asker: NodeId | None = None, model: str = "", group: GroupId | None = None
+        self, requester: NodeId | None = None, model: str = "", group: GroupId | None = None
     ) -> AbstractAsyncContextManager["FakeRing"]:
-        self.askers.append(asker)
+        self.requesters.append(requester)
         self.models.append(model)
         self.named.append(group)
         return nullcontext(self)

@@ -26,9 +26,9 @@ from meshllm.protocol.session.messages import DType
 from meshllm.protocol.weights.holders import ABSENT, FETCHES
 
 NODES = tuple(NodeId(bytes([number + 1]) * 32) for number in range(5))
-MOST_ROUNDS = 40  # until nothing changes: a few for each group
+MAX_ROUNDS = 40  # until nothing changes: a few for each group
 ACTS = 0.8  # share of the nodes in a round
-MOST_TURNS = 200  # rounds in which each node acts or waits
+MAX_TURNS = 200  # rounds in which each node acts or waits
 LAYER_S = 0.01
 
 
@@ -65,7 +65,7 @@ class SharedMesh:
 
     def settle(self) -> None:
         """Exchange records until nothing changes."""
-        most = MOST_TURNS if self.turns else MOST_ROUNDS
+        most = MAX_TURNS if self.turns else MAX_ROUNDS
         for _ in range(most):
             before = dict(self.parts), dict(self.followed), set(self.hidden)
             is_whole = self._act()

@@ -4,14 +4,14 @@ from meshllm.names import SessionId
 from meshllm.protocol.kv_cache.budget import KvBudget
 from meshllm.protocol.kv_cache.prefix_index import PrefixIndex
 from meshllm.protocol.session.blob import seal, session_key
-from meshllm.protocol.session.messages import Blob, Data, DType, Flags, Spent
+from meshllm.protocol.session.messages import Blob, Data, DType, Flags, JobTimes
 from meshllm.protocol.session.stage import Compute
 from tests.builders.rooms import room
 
 ONE, TWO = SessionId(b"1" * 16), SessionId(b"2" * 16)
 EPOCH = 5
 NO_FLAGS = Flags(0)
-SPENT = Spent(compute_us=10, serialise_us=3, queue_us=1)
+SPENT = JobTimes(compute_us=10, serialise_us=3, queue_us=1)
 
 
 def blob(rows: int) -> Blob:

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from meshllm.names import LossCause, NodeId
-from meshllm.node.requests.counts import Counts
+from meshllm.node.requests.counts import RequestCounters
 from meshllm.node.view import LinkView, NodeView, RingView
 from meshllm.protocol.agreement.groups import groups_of
 from meshllm.protocol.planning.plan import Plan
@@ -53,7 +53,7 @@ def view_of(**changes: Any) -> NodeView:
         reason="they load",
         trouble="",
         sessions=0,
-        counts=Counts(),
+        counts=RequestCounters(),
         rings=(RingView(groups_of(world.charter)[0], agreement.plan, is_served=False),),
     )
     return replace(view, **changes)

@@ -24,7 +24,7 @@ def cases() -> list[Case]:
 def test_the_loss_of_the_ideal_answers_stays_within_a_hundredth() -> None:
     def losses(kind: str) -> torch.Tensor:
         speaker = Speaker(kind)
-        return torch.cat([speaker.judge(case.turns[0], case.ideal)[0] for case in cases()])
+        return torch.cat([speaker.authorize(case.turns[0], case.ideal)[0] for case in cases()])
 
     exact, rounded = losses(Quant.NONE), losses(WIRE)
 

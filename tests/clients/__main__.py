@@ -85,7 +85,7 @@ def main(names: list[str]) -> int:
     """Run the clients."""
     failed = 0
     show_head()
-    with open_door() as (fleet, address):
+    with open_api_server() as (fleet, address):
         variables = _variables(address)
         for client in CLIENTS:
             if names and client.package not in names:
@@ -96,7 +96,7 @@ def main(names: list[str]) -> int:
 
 
 @contextmanager
-def open_door() -> Iterator[tuple[Fleet, str]]:
+def open_api_server() -> Iterator[tuple[Fleet, str]]:
     """Run a ring of three; yield it with the address of its API."""
     with open_fleet() as fleet:
         address = free_address()
@@ -104,8 +104,8 @@ def open_door() -> Iterator[tuple[Fleet, str]]:
         options = ("--dtype", "float32", *ALONE)
         for name in NODES[1:]:
             fleet.node(name).start("--join", ticket, *options)
-        door = ("--members", str(len(NODES)), "--serve", address)
-        fleet.node(NODES[0]).start(*door, *options)
+        api_server = ("--members", str(len(NODES)), "--serve", address)
+        fleet.node(NODES[0]).start(*api_server, *options)
         fleet.form()
         yield fleet, address
 

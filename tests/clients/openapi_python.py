@@ -1,9 +1,9 @@
-"""Drive the OpenAPI documents of OpenAI and Anthropic against a door, and check what it answers.
+"""Drive the OpenAPI documents of OpenAI and Anthropic against an API server; check its answers.
 
 `python -m tests.clients.schema` runs it in an environment with schemathesis and the documents. Each
-document is reduced to the routes of the door, and driven twice: with every field that it documents,
-and with those alone that the door honours, so that more requests are answered. As the module of
-hooks of schemathesis it counts responses, and checks each event of a stream.
+document is reduced to the routes of the API server, and driven twice: with every field that it
+documents, and with those alone that the API server honours, so that more requests are answered. As
+the module of hooks of schemathesis it counts responses, and checks each event of a stream.
 """
 
 import json
@@ -129,14 +129,14 @@ def body(schema: Schema, job: Schema) -> Schema:
 
 
 def supported(fields: Schema, job: Schema, path: str) -> Schema:
-    """Return the fields of a body that the door honours, in the forms that it supports."""
+    """Return the fields of a body that the API server honours, in the forms that it supports."""
     kept = {name: each for name, each in fields.items() if name not in job["refused"][path]}
     forms = ANTHROPIC if job["vendor"] == "anthropic" else {}
     return kept | {name: form for name, form in forms.items() if name in kept}
 
 
 def undocumented(document: Schema, job: Schema) -> list[str]:
-    """Compare the documented fields of each route with those that the door's manual lists."""
+    """Compare the documented fields of each route with those that the API server's manual lists."""
     known, wrong = document["components"]["schemas"], []
     for path, listed in job["documented"].items():
         content = document["paths"][path]["post"]["requestBody"]["content"]

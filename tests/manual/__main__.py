@@ -44,7 +44,7 @@ _FILES = (
         "Sampling and limits of a project, in the working directory; override the user's.",
     ),
     (
-        "~/.local/state/meshllm/door.sock",
+        "~/.local/state/meshllm/api.sock",
         "Socket of the running node; `--state` names another folder. For its owner only.",
     ),
     (

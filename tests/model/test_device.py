@@ -364,7 +364,7 @@ def test_the_budget_of_a_gpu_is_its_own_memory() -> None:
 
 @pytest.mark.usefixtures("free")
 def test_timing_takes_no_more_memory_than_a_full_gpu_has() -> None:
-    assert timing._affordable(10**9, torch.device("cuda", 1)) == timing._LEAST_BYTES
+    assert timing._affordable(10**9, torch.device("cuda", 1)) == timing._MIN_BYTES
 
 
 def test_each_device_has_its_own_speed(

@@ -450,7 +450,7 @@ def test_where_little_memory_is_free_fewer_layers_are_timed(
     sizes = module._sizes(build(source.config, torch.bfloat16))
     assert len(sizes) == 6
     monkeypatch.setattr(module, "memory_budget", lambda **_: 4 * layers * sizes[0] + 3)
-    monkeypatch.setattr(module, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(module, "_MIN_BYTES", 0)
     monkeypatch.setattr(module, "_typical", lambda seconds, rows, _: seconds(rows))
     with torch.inference_mode():
         module._step_seconds(source, torch.bfloat16, Quant.NONE, CPU, [1])
@@ -465,7 +465,7 @@ def test_caches_are_evicted_with_memory_that_is_free(
     monkeypatch: pytest.MonkeyPatch, free: int, written: int
 ) -> None:
     monkeypatch.setattr(module, "uncached_bytes", lambda: 2000)
-    monkeypatch.setattr(module, "_LEAST_BYTES", 500)
+    monkeypatch.setattr(module, "_MIN_BYTES", 500)
     monkeypatch.setattr(module, "memory_budget", lambda **_: free)
     made: list[int] = []
     empty = torch.empty
@@ -503,7 +503,7 @@ def test_a_layer_that_is_timed_alone_is_made_once(
 ) -> None:
     source = tiny_model(tmp_path, "llama")
     monkeypatch.setattr(module, "_STEP_BYTES", 1)
-    monkeypatch.setattr(module, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(module, "_MIN_BYTES", 0)
     with torch.inference_mode():
         table = module._layer_seconds(source, torch.bfloat16, Quant.NONE)
 

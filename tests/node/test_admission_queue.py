@@ -20,11 +20,11 @@ class Line:
         self.held: list[SessionId] = []
         self.go = asyncio.Event()
 
-    def ask(self, session: SessionId, asker: str | None = None) -> asyncio.Task[None]:
-        return asyncio.ensure_future(self._hold(session, asker))
+    def ask(self, session: SessionId, requester: str | None = None) -> asyncio.Task[None]:
+        return asyncio.ensure_future(self._hold(session, requester))
 
-    async def _hold(self, session: SessionId, asker: str | None) -> None:
-        async with self.queue.admitted(session, 1, asker):
+    async def _hold(self, session: SessionId, requester: str | None) -> None:
+        async with self.queue.admitted(session, 1, requester):
             self.held.append(session)
             await self.go.wait()
 

@@ -29,7 +29,7 @@ from meshllm.node.membership import saved_records
 from meshllm.node.membership.saved_records import SavedRecords
 from meshllm.node.membership.state_store import StateStore
 from meshllm.node.net import beacon
-from meshllm.node.net.peer_address import Local, Machine, machine_secret
+from meshllm.node.net.peer_address import LocalAddressPolicy, SameHostDetector, machine_secret
 from meshllm.node.requests.model_list import models_to_json
 from meshllm.node.requests.router import RequestRouter
 from meshllm.node.requests.waits import WAITING_S
@@ -127,7 +127,7 @@ class Inn(House):
         return tuple(show(self.me) if name == self.name else name for name in names)
 
     def backend(
-        self, asker: NodeId | None = None, model: str = "", group: GroupId | None = None
+        self, requester: NodeId | None = None, model: str = "", group: GroupId | None = None
     ) -> AbstractAsyncContextManager["Inn"]:
         return nullcontext(self)
 
@@ -468,7 +468,9 @@ def test_an_answer_goes_on_at_another_node_with_the_tokens_so_far(run: Run) -> N
             node.says = SAID
         async with client(town, ticket(nodes[0])) as thin:
             await thin.entries()
-            thin.links.hint(nodes[1].me, [nodes[1].address], Local.YES)  # as its beacon does
+            thin.links.hint(
+                nodes[1].me, [nodes[1].address], LocalAddressPolicy.YES
+            )  # as its beacon does
             await asyncio.sleep(1)
             told = list[Event]()
             async for event in thin.generate(REQUEST):
@@ -735,7 +737,7 @@ def test_a_client_dials_no_address_of_this_machine_that_a_node_elsewhere_tells(
         a = await inn(town)
         monkeypatch.setattr(thin_module, "by_scheme", lambda _: {"ws": Recording()})
         async with client(town, ticket(a)) as thin:
-            here = Machine(machine_secret(), thin.mesh)
+            here = SameHostDetector(machine_secret(), thin.mesh)
             lie = Fallback(LAST.node, here.tag(LAST.node), addresses)  # all members know its tag
             tag = here.tag(a.me) if is_here else here.tag(LAST.node)
             a.links.post(thin.me, FallbackList((lie,), tag))
@@ -752,7 +754,7 @@ def test_a_client_dials_no_address_of_this_machine_that_a_node_elsewhere_tells(
 
 
 def test_a_fallback_is_on_this_machine_only_if_its_teller_is_there_too() -> None:
-    here = Machine(b"this machine", CREDENTIALS[CLIENT.node].mesh)
+    here = SameHostDetector(b"this machine", CREDENTIALS[CLIENT.node].mesh)
     local = ("ws://127.0.0.1:22",)
     told = [
         Fallback(LAST.node, here.tag(LAST.node), local),
@@ -764,7 +766,10 @@ def test_a_fallback_is_on_this_machine_only_if_its_teller_is_there_too() -> None
     found = [local_of(here, (FOUNDER.node, tag), fallback) for tag in tellers for fallback in told]
     unknown = local_of(None, (FOUNDER.node, tellers[0]), told[0])
 
-    assert (found, unknown) == ([Local.HERE, *[Local.NO] * 8], Local.NO)
+    assert (found, unknown) == (
+        [LocalAddressPolicy.HERE, *[LocalAddressPolicy.NO] * 8],
+        LocalAddressPolicy.NO,
+    )
 
 
 def test_a_client_refuses_a_fallback_that_is_another_node_or_was_removed(run: Run) -> None:
@@ -919,7 +924,7 @@ def test_a_client_serves_no_requests(run: Run) -> None:
                 await link.send([b""])
             thin.dropped(a.me, CloseReason.LEAVING)
         with pytest.raises(UserError, match="does not accept links"):
-            await _NoAdmission().judge(a.me, a.credential, Purpose.MESH, 1)
+            await _NoAdmission().authorize(a.me, a.credential, Purpose.MESH, 1)
 
     run(story)
 

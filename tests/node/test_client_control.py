@@ -1,4 +1,4 @@
-"""What a door learns from a client of a mesh, which a stand-in is here."""
+"""What an API server learns from a client of a mesh, which a stand-in is here."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -11,7 +11,7 @@ from meshllm.errors import TimedOut, UserError
 from meshllm.names import LossCause, MeshId, NodeId, show
 from meshllm.node.client import MeshClient
 from meshllm.node.client_control import GLANCE_S, ClientControl
-from meshllm.node.requests.counts import Counts
+from meshllm.node.requests.counts import RequestCounters
 from meshllm.request import Event, Request
 from meshllm.status import LossCounts, Measured, MeshStatus, ModelStatus, PlanTerms, RingState
 from meshllm.testing.clock import run_virtual
@@ -25,7 +25,7 @@ ANSWER = answer_of("a ring", 2)
 
 @dataclass
 class _Router:
-    counts: Counts = field(default_factory=Counts)
+    counts: RequestCounters = field(default_factory=RequestCounters)
 
 
 @dataclass
@@ -107,10 +107,10 @@ def test_a_status_does_not_wait_for_a_mesh_that_is_away() -> None:
     assert seen.ring.reason == "no node of the mesh answers"
 
 
-def test_the_requests_of_the_door_are_counted() -> None:
+def test_the_requests_of_the_api_server_are_counted() -> None:
     losses = {LossCause.LINK_LOST: LossCounts(LossCause.LINK_LOST, 2, 1.23456, 40)}
     last = replace(ANSWER, ms_per_token=5.0, ttft_ms=50.0)
-    counts = Counts(2, 3, 4, 50, losses, last, last_tokens=7)
+    counts = RequestCounters(2, 3, 4, 50, losses, last, last_tokens=7)
 
     seen = status(router=_Router(counts), waiting=1)
 
@@ -123,7 +123,7 @@ def test_the_requests_of_the_door_are_counted() -> None:
 
 @pytest.mark.parametrize("last", [None, replace(ANSWER, ms_per_token=0.0)])
 def test_without_a_measured_answer_there_is_no_speed(last: Any) -> None:
-    assert status(router=_Router(Counts(last=last))).ring.measured is None
+    assert status(router=_Router(RequestCounters(last=last))).ring.measured is None
 
 
 async def test_a_client_plans_nothing_and_tells_nobody_of_its_keys() -> None:

@@ -16,7 +16,7 @@ from meshllm.errors import ModelError
 from meshllm.names import GroupId, NodeId, Span
 from meshllm.node import preparation
 from meshllm.node.agreement import further_rings, plan_follower, planner, ring_service
-from meshllm.node.agreement.further_rings import FurtherRings
+from meshllm.node.agreement.further_rings import SecondaryRings
 from meshllm.node.agreement.ring_directory import RingDirectory
 from meshllm.node.agreement.ring_member import RingMember
 from meshllm.node.compute.worker import compute_thread
@@ -458,7 +458,7 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[str]:
         return noted
 
     for name in names:
-        monkeypatch.setattr(FurtherRings, name, noting(name, getattr(FurtherRings, name)))
+        monkeypatch.setattr(SecondaryRings, name, noting(name, getattr(SecondaryRings, name)))
     return calls
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from meshllm.errors import UserError
 from meshllm.names import NodeId, short, show
-from meshllm.node.node_names import MOST_NAMES, Names, find_node, names_of, resolve_names
+from meshllm.node.node_names import MAX_NAMES, Names, find_node, names_of, resolve_names
 from meshllm.protocol.membership.records import Profile
 from meshllm.protocol.trust.identity import NodeKey
 from tests.builders.snapshots import profile
@@ -71,7 +71,7 @@ def test_a_node_without_a_profile_has_its_id() -> None:
 
 @pytest.mark.parametrize(("more", "end"), [(0, ""), (3, " and 3 more")])
 def test_not_all_of_many_nodes_are_listed(more: int, end: str) -> None:
-    nodes = [NodeId(bytes([at]) * 32) for at in range(MOST_NAMES + more)]
+    nodes = [NodeId(bytes([at]) * 32) for at in range(MAX_NAMES + more)]
     profiles = {node: replace(profile(4), name=f"n{at}") for at, node in enumerate(nodes)}
 
     assert names_of(nodes, profiles) == f"n0, n1, n2, n3{end}"

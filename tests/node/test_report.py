@@ -8,7 +8,7 @@ import pytest
 from meshllm.names import GroupId, LossCause, Quant, short, show
 from meshllm.node.agreement.own_state import PROVIDES, provides
 from meshllm.node.provider import NO_ANSWER, NO_MODELS, STARTING
-from meshllm.node.requests.counts import Counts
+from meshllm.node.requests.counts import RequestCounters
 from meshllm.node.view import OwnRing, RingView
 from meshllm.protocol.agreement.candidates import NO_LINK
 from meshllm.protocol.agreement.groups import REFUSES
@@ -258,7 +258,7 @@ def test_reasons_and_advice_name_nodes(node: Owned) -> None:
 
 def test_the_latest_measurement_is_reported(node: Owned) -> None:
     node.see(
-        counts=Counts(
+        counts=RequestCounters(
             active=3,
             begun=1,
             served=2,
@@ -298,7 +298,7 @@ def test_the_latest_measurement_is_reported(node: Owned) -> None:
 
 
 def test_an_answer_of_one_token_measures_nothing(node: Owned) -> None:
-    node.see(counts=Counts(last=replace(answer_of("", 1), ms_per_token=0.0)))
+    node.see(counts=RequestCounters(last=replace(answer_of("", 1), ms_per_token=0.0)))
 
     assert node.ring().measured is None
 
@@ -428,7 +428,7 @@ def test_each_ring_of_the_node_has_its_own_status(node: Owned) -> None:
     other = replace(ring.group, id=GroupId(b"other"))
     alone = replace(plan, stages=plan.stages[:1], epoch=9)
     times = HopReport(0, show(A), alone.stages[0].span, 1.0, 0.1, 0.1, 0.0, 0.0)
-    counts = Counts()
+    counts = RequestCounters()
     for tokens in (4, 5):
         counts.count(replace(answer_of("", 1), hops=(times,), counted=tokens), other.id)
     node.see(

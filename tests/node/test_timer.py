@@ -5,7 +5,7 @@ from meshllm.node.timer import AFTER_ERROR_S, DeadlineTimer
 from meshllm.testing.clock import run_virtual
 
 
-class Machine:
+class SameHostDetector:
     """Something with a deadline, in loop time."""
 
     def __init__(self, deadline: float | None) -> None:
@@ -22,7 +22,7 @@ class Machine:
 
 def test_a_deadline_that_passes_expires_once() -> None:
     async def story() -> list[float]:
-        machine = Machine(2.0)
+        machine = SameHostDetector(2.0)
         async with machine.alarm:
             await asyncio.sleep(10)
         return machine.expired
@@ -32,7 +32,7 @@ def test_a_deadline_that_passes_expires_once() -> None:
 
 def test_an_extended_deadline_expires_at_the_new_time() -> None:
     async def story() -> list[float]:
-        machine = Machine(2.0)
+        machine = SameHostDetector(2.0)
         async with machine.alarm:
             await asyncio.sleep(1)
             machine.deadline = 5.0
@@ -45,7 +45,7 @@ def test_an_extended_deadline_expires_at_the_new_time() -> None:
 
 def test_an_earlier_deadline_is_kept() -> None:
     async def story() -> list[float]:
-        machine = Machine(9.0)
+        machine = SameHostDetector(9.0)
         async with machine.alarm:
             machine.deadline = 1.5
             machine.alarm.reset()
@@ -57,7 +57,7 @@ def test_an_earlier_deadline_is_kept() -> None:
 
 def test_the_earliest_of_several_deadlines_is_kept() -> None:
     async def story() -> list[float]:
-        machine, deadlines = Machine(6.0), [4.0, 2.0, None, 9.0]
+        machine, deadlines = SameHostDetector(6.0), [4.0, 2.0, None, 9.0]
         async with machine.alarm:
             for deadline in deadlines:
                 machine.alarm.fire_by(deadline)
@@ -70,7 +70,7 @@ def test_the_earliest_of_several_deadlines_is_kept() -> None:
 
 def test_nothing_expires_after_the_end_or_without_a_deadline() -> None:
     async def story() -> list[float]:
-        machine = Machine(None)
+        machine = SameHostDetector(None)
         async with machine.alarm:
             await asyncio.sleep(1)
             machine.deadline = 3.0

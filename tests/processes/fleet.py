@@ -167,14 +167,14 @@ class Node:
 
     def status(self) -> Fields:
         """Query the status; return an empty one while the node does not listen."""
-        door = _Door(self.state / SOCKET)
+        api_server = _Door(self.state / SOCKET)
         try:
-            door.request("GET", "/mesh/status")
-            found: Fields = json.load(door.getresponse())
+            api_server.request("GET", "/mesh/status")
+            found: Fields = json.load(api_server.getresponse())
         except (OSError, HTTPException):
             return {}
         finally:
-            door.close()
+            api_server.close()
         return found
 
     def states(self) -> dict[str, str]:

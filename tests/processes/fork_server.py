@@ -42,7 +42,7 @@ IMPORTED = (
     "pydantic.types",
     "transformers.models.llama.modeling_llama",
 )
-MOST_BYTES = 1 << 18  # of a request: arguments and variables
+MAX_BYTES = 1 << 18  # of a request: arguments and variables
 POLL_S = 0.02
 STREAMS = 1, 2, 0
 """The file descriptors of a child to which the files of a request go, in this order."""
@@ -125,7 +125,7 @@ class ForkServer:
     def _ask(self, message: bytes, *files: int) -> bytes:
         with self._lock:
             socket.send_fds(self._channel, [message], files)
-            if answer := self._channel.recv(MOST_BYTES):
+            if answer := self._channel.recv(MAX_BYTES):
                 return answer
         raise AssertionError("the fork server has ended")
 
@@ -170,7 +170,7 @@ def _import_all() -> None:
 def _serve(channel: socket.socket) -> list[str] | None:
     """Fork, and report exit codes, until the channel is closed; return the words of a child."""
     while True:
-        message, files, *_ = socket.recv_fds(channel, MOST_BYTES, len(STREAMS))
+        message, files, *_ = socket.recv_fds(channel, MAX_BYTES, len(STREAMS))
         if not message:
             return None
         match json.loads(message):

@@ -1,4 +1,4 @@
-"""`meshllm serve --join` with a client's ticket: a door without weights, in processes."""
+"""`meshllm serve --join` with a client's ticket: an API server without weights, in processes."""
 
 import json
 import subprocess
@@ -42,8 +42,10 @@ def host(server: ForkServer) -> Iterator[Node]:
 
 
 @contextmanager
-def door(host: Node, place: Path, *limits: str, options: tuple[str, ...] = ()) -> Iterator[str]:
-    """Run a door with a new ticket of a client; yield its URL."""
+def api_server(
+    host: Node, place: Path, *limits: str, options: tuple[str, ...] = ()
+) -> Iterator[str]:
+    """Run an API server with a new ticket of a client; yield its URL."""
     ticket = meshllm("ring", "ticket", "--role", "client", *limits, state=host.state).stdout.strip()
     port = free_address().rpartition(":")[2]
     words = ("serve", "--port", port, "--join", ticket, "--state", str(place), *options)
@@ -72,7 +74,7 @@ def client() -> Iterator[httpx2.Client]:
 def test_every_dialect_answers_without_weights(
     host: Node, client: httpx2.Client, tmp_path: Path, answers: Answers
 ) -> None:
-    with door(host, tmp_path / "thin") as url:
+    with api_server(host, tmp_path / "thin") as url:
         listed = client.get(f"{url}/models").json()["data"]
         chat = client.post(f"{url}/chat/completions", json=ASKED)
         streamed = client.post(f"{url}/chat/completions", json=ASKED | {"stream": True}).text
@@ -105,7 +107,7 @@ def test_its_keys_and_their_usage_are_its_own(
     place = tmp_path / "thin"
     key = meshllm("key", "create", "laptop", state=place).stdout.strip()
     headers = {"authorization": f"Bearer {key}"}
-    with door(host, place, options=("--require-key",)) as url:
+    with api_server(host, place, options=("--require-key",)) as url:
         statuses = [
             client.post(f"{url}/chat/completions", json=ASKED, headers=each).status_code
             for each in ({}, headers)
@@ -123,7 +125,7 @@ def test_its_keys_and_their_usage_are_its_own(
 def test_the_limits_of_the_ticket_are_told_with_a_time(
     host: Node, client: httpx2.Client, tmp_path: Path
 ) -> None:
-    with door(host, tmp_path / "thin", "--tokens-per-day", "50") as url:
+    with api_server(host, tmp_path / "thin", "--tokens-per-day", "50") as url:
         first = client.post(f"{url}/chat/completions", json=ASKED | {"max_tokens": 512})
         second = client.post(f"{url}/chat/completions", json=ASKED | {"max_tokens": 512})
 
@@ -135,12 +137,14 @@ def test_the_limits_of_the_ticket_are_told_with_a_time(
 
 
 @pytest.mark.slow
-def test_the_door_outlives_its_mesh(client: httpx2.Client, tmp_path: Path, fleet: Fleet) -> None:
+def test_the_api_server_outlives_its_mesh(
+    client: httpx2.Client, tmp_path: Path, fleet: Fleet
+) -> None:
     node = fleet.node("host")
     fleet.found("host")
     node.start(*ALONE)
     fleet.form()
-    with door(node, tmp_path / "thin") as url:
+    with api_server(node, tmp_path / "thin") as url:
         page = f"{url.removesuffix('v1')}page/events"
         node.kill()
         gone = client.post(f"{url}/chat/completions", json=ASKED)

@@ -60,7 +60,7 @@ def test_a_copied_key_is_refused_while_its_owner_is_here(pair: Fleet) -> None:
     owner, twin = pair.node("guest"), pair.node("twin")
     # else the twin knows no address
     until(lambda: bool(StateStore.open(owner.state).peers), pair.told)
-    left_out = shutil.ignore_patterns("door.sock", "lock")
+    left_out = shutil.ignore_patterns("api.sock", "lock")
     shutil.copytree(owner.state, twin.state, ignore=left_out)
 
     twin.start(*ALONE)
@@ -129,26 +129,26 @@ def test_a_member_that_is_removed_ends_and_never_returns(pair: Fleet) -> None:
     assert "Ticket rejected" in member.stderr
 
 
-def test_a_key_revoked_on_one_node_is_refused_at_the_door_of_another(fleet: Fleet) -> None:
+def test_a_key_revoked_on_one_node_is_refused_at_the_api_server_of_another(fleet: Fleet) -> None:
     address, keys = free_address(), fleet.folder / "keys"
     keys.write_text(f"{KEY}\n")
     keys.chmod(0o600)
     invitation = fleet.found("founder")
-    door = ("--serve", address, "--key-file", str(keys))
+    api_server = ("--serve", address, "--key-file", str(keys))
     fleet.node("founder").start("--members", "2", *ALONE)
-    fleet.node("guest").start("--join", invitation, *door, *ALONE)
+    fleet.node("guest").start("--join", invitation, *api_server, *ALONE)
     fleet.form()
     assert models_status(address) == 200
 
     done = meshllm("key", "revoke", "-", state=fleet.node("founder").state, stdin=f"{KEY}\n")
 
-    assert done.stderr == "the key is revoked at all doors of the mesh\n"
+    assert done.stderr == "the key is revoked at all API servers of the mesh\n"
     until(lambda: models_status(address) == 401, fleet.told)
     assert KEY not in fleet.told()
 
 
 def models_status(address: str) -> int:
-    """Ask a door for its models with the key; return the HTTP status."""
+    """Ask an API server for its models with the key; return the HTTP status."""
     headers = {"authorization": f"Bearer {KEY}"}
     url = f"http://{address}/v1/models"
     return httpx2.get(url, headers=headers, timeout=WAIT_S).status_code

@@ -127,15 +127,17 @@ def test_a_client_goes_on_at_another_node_when_its_own_is_killed(
     trio: Fleet, answers: Answers, tmp_path: Path, *, is_entry: bool
 ) -> None:
     first = entry(trio)
-    door = first if is_entry else next(each for each in trio.nodes.values() if each is not first)
-    ticket = meshllm("ring", "ticket", "--role", "client", state=door.state).stdout.strip()
+    api_server = (
+        first if is_entry else next(each for each in trio.nodes.values() if each is not first)
+    )
+    ticket = meshllm("ring", "ticket", "--role", "client", state=api_server.state).stdout.strip()
 
-    with asking(door, STORY, "--join", ticket, state=tmp_path / "client") as chat:
-        door.kill()
+    with asking(api_server, STORY, "--join", ticket, state=tmp_path / "client") as chat:
+        api_server.kill()
         is_under_way = chat.is_under_way
         answer = chat.answer()
 
     assert is_under_way
-    assert not door.is_running
+    assert not api_server.is_running
     assert answer == answers[STORY]
     assert "another one answers" in chat.errors

@@ -67,7 +67,10 @@ def chat(node: Node, model: str, prompt: str = PROMPT) -> Iterator[str]:
         "model": model, "messages": [{"role": "user", "content": prompt}], "stream": True,
         "temperature": 0, "max_tokens": TOKENS,
     }  # fmt: skip
-    with door(node) as client, client.stream("POST", "/v1/chat/completions", json=body) as response:
+    with (
+        api_server(node) as client,
+        client.stream("POST", "/v1/chat/completions", json=body) as response,
+    ):
         if response.is_error:
             raise AssertionError(f"{response.status_code} {response.read().decode()}")
         for line in response.iter_lines():
@@ -96,7 +99,7 @@ def outcome(node: Node, model: str, prompt: str = PROMPT) -> Outcome:
 
 
 @contextmanager
-def door(node: Node) -> Iterator[httpx2.Client]:
+def api_server(node: Node) -> Iterator[httpx2.Client]:
     """Open a client of the API of a node."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # an empty one: nothing is encrypted here
     transport = httpx2.HTTPTransport(uds=str(node.state / SOCKET), verify=context)
@@ -106,7 +109,7 @@ def door(node: Node) -> Iterator[httpx2.Client]:
 
 @dataclass
 class Load:
-    """Clients of a door, one for each model, that ask again and again."""
+    """Clients of an API server, one for each model, that ask again and again."""
 
     node: Node
     models: tuple[str, ...]
@@ -237,7 +240,7 @@ def rings(status: Mapping[str, Any]) -> dict[str, Fields]:
 
 
 def lose(mesh: Mesh, victim: str, expected: Mapping[str, str]) -> None:
-    """Kill a node under load by a door: no request of a ring fails, and all texts are the same.
+    """Kill a node under load: no request of a ring fails, and all texts are the same.
 
     The model of an engine goes with its only provider: then it is refused by name.
     """
@@ -262,10 +265,10 @@ def lose(mesh: Mesh, victim: str, expected: Mapping[str, str]) -> None:
 
 
 def answers_of(mesh: Mesh) -> dict[str, str]:
-    """Return the answers of all models, which every door tells, lists and gives."""
+    """Return the answers of all models, which every API server tells, lists and gives."""
     expected = {model: "".join(chat(mesh.node(PROVIDER), model)) for model in mesh.models}
     for node in mesh.fleet.nodes.values():
-        with door(node) as client:
+        with api_server(node) as client:
             listed = {each["id"] for each in client.get("/v1/models").json()["data"]}
         assert listed == {BUILTIN, mesh.other, FOX}
         assert {model: "".join(chat(node, model)) for model in mesh.models} == expected
@@ -382,7 +385,7 @@ def test_two_replicas_share_a_process_and_one_goes_on_when_the_other_breaks(
 
     with Load(
         attic, (other,)
-    ).running() as load:  # by one door: two prompts at a time, one for each ring
+    ).running() as load:  # by one API server: two prompts at a time, one for each ring
         load.more(1)
         asked = [outcome(attic, other, f"{number} is") for number in range(8)]
         answered = {name for name, at in rings(attic.status()).items() if at["status"]["measured"]}

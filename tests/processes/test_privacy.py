@@ -18,7 +18,7 @@ from meshllm.node.membership.state_store import StateStore
 from meshllm.node.net.beacon import GuestBeacons
 from meshllm.node.net.secure import HandshakeClosed, secure_dial
 from meshllm.protocol.trust.credential import Role, found
-from meshllm.protocol.trust.handshake import Own, Purpose
+from meshllm.protocol.trust.handshake import LocalIdentity, Purpose
 from meshllm.protocol.trust.identity import NodeKey
 from meshllm_websocket import WebsocketTransport
 from tests.processes.fleet import ALONE, Node, open_fleet, until
@@ -35,7 +35,7 @@ os.setgroups([])
 os.setresgid(user, user, user)
 os.setresuid(user, user, user)
 for name, attempt in (
-    ("node.key", open), ("mesh.json", open), ("lock", open), ("door.sock", connect),
+    ("node.key", open), ("mesh.json", open), ("lock", open), ("api.sock", connect),
     ("", os.listdir), ("node.key", os.stat),
 ):
     try:
@@ -63,10 +63,10 @@ def test_secrets_are_readable_by_their_owner_only(node: Node) -> None:
     modes = {path.name: path.stat().st_mode & 0o777 for path in node.state.iterdir()}
 
     assert node.state.stat().st_mode & 0o777 == 0o700
-    assert {name: modes[name] for name in ("node.key", "mesh.json", "door.sock")} == {
+    assert {name: modes[name] for name in ("node.key", "mesh.json", "api.sock")} == {
         "node.key": 0o600,
         "mesh.json": 0o600,
-        "door.sock": 0o600,
+        "api.sock": 0o600,
     }
 
 
@@ -78,7 +78,7 @@ def test_another_account_reads_neither_key_nor_socket(node: Node) -> None:
     )
 
     assert theirs.split("\n")[:-1] == [
-        f"{name} refused" for name in ("node.key", "mesh.json", "lock", "door.sock", "", "node.key")
+        f"{name} refused" for name in ("node.key", "mesh.json", "lock", "api.sock", "", "node.key")
     ]
     assert ours == theirs.replace("refused", "open")
 
@@ -153,7 +153,7 @@ async def test_an_expired_ticket_gets_no_reply(node: Node) -> None:
 
     for ticket in (open_one, leaked):
         link = await WebsocketTransport().dial(f"ws://{node.address}")
-        own = Own(NodeKey(secrets.token_bytes(32)), 1, ticket)
+        own = LocalIdentity(NodeKey(secrets.token_bytes(32)), 1, ticket)
         dialling = secure_dial(
             link, own, Purpose.MESH, expect=ticket.inviter, now_s=time.time(), removals={}
         )
@@ -177,7 +177,7 @@ async def test_a_member_of_another_mesh_gets_no_handshake_reply(node: Node) -> N
     with pytest.raises(LinkLost, match="closed the connection during the handshake"):
         await secure_dial(
             link,
-            Own(key, 1, other),
+            LocalIdentity(key, 1, other),
             Purpose.MESH,
             expect=parse_node(node.status()["node"]),
             now_s=time.time(),

@@ -83,9 +83,9 @@ def test_no_log_holds_a_prompt_an_answer_or_a_secret(trio: Fleet) -> None:
 def test_no_file_of_a_node_holds_a_prompt_or_an_answer(fleet: Fleet) -> None:
     address, trace, node = free_address(), fleet.folder / "trace.jsonl", fleet.node("attic")
     fleet.found("attic")
-    door = "--model", "builtin", "--serve", address, "--trace", str(trace)
+    api_server = "--model", "builtin", "--serve", address, "--trace", str(trace)
     variables = {"XDG_CACHE_HOME": own_cache(node.folder)}
-    node.start(*door, *ALONE, root=("-vv",), variables=variables)
+    node.start(*api_server, *ALONE, root=("-vv",), variables=variables)
     fleet.form()
 
     told = [ask(node, f"Repeat after me: {CANARY}")]

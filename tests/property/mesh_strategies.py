@@ -18,7 +18,7 @@ from meshllm.protocol.membership.codec import (
     FallbackList,
     Generate,
     Items,
-    MeshBeat,
+    MeshHeartbeat,
     Message,
     ModelList,
     Summary,
@@ -190,7 +190,9 @@ fallbacks = st.builds(
     Fallback, nodes, st.binary(max_size=16), st.lists(st.text(max_size=20), max_size=4).map(tuple)
 )
 mesh_messages: st.SearchStrategy[Message] = st.one_of(
-    st.builds(MeshBeat, u64, u64, st.integers(0, MAX_HELD_US), st.integers(0, MAX_WALL_MS), eight),
+    st.builds(
+        MeshHeartbeat, u64, u64, st.integers(0, MAX_HELD_US), st.integers(0, MAX_WALL_MS), eight
+    ),
     st.builds(
         Summary, st.lists(st.builds(SummaryEntry, slots, u64, u64, eight), max_size=4).map(tuple)
     ),

@@ -9,7 +9,6 @@ from meshllm.names import Digest, NodeId, SessionId, Span
 from meshllm.protocol.session.blob import MAX_DIMS, seal, session_key
 from meshllm.protocol.session.codec import MAX_POSITION, MAX_ROWS, MAX_TEXT
 from meshllm.protocol.session.messages import (
-    Beat,
     Blob,
     Cancel,
     Close,
@@ -20,13 +19,14 @@ from meshllm.protocol.session.messages import (
     FaultCode,
     Flags,
     Gap,
+    Heartbeat,
     Hello,
+    JobTimes,
     Logits,
     Malformed,
     Message,
+    RankStats,
     Resume,
-    Spent,
-    Tally,
     UnknownRingMessage,
 )
 
@@ -61,13 +61,13 @@ def data(draw: st.DrawFn) -> Data:
 
 
 losts = st.lists(st.sampled_from([Span(0, 1), Span(2, 9), Span(7, 200)]), max_size=3).map(tuple)
-tallies = st.builds(Tally, st.builds(Spent, u64, u64, u64), u32, u64, u32)
+tallies = st.builds(RankStats, st.builds(JobTimes, u64, u64, u64), u32, u64, u32)
 keeps = st.integers(0, MAX_POSITION)
 closes = st.builds(Close, sessions, u32, keeps, st.lists(tallies, max_size=5).map(tuple))
 faults = st.builds(Fault, sessions, u32, st.sampled_from(FaultCode), st.integers(0, 255), texts)
 messages: st.SearchStrategy[Message] = st.one_of(
     st.builds(Hello, nodes, u32, digests, st.binary(max_size=9)),
-    st.builds(Beat, u64, u64, u64),
+    st.builds(Heartbeat, u64, u64, u64),
     data(),
     st.builds(Gap, sessions, u32, u32, st.integers(0, MAX_POSITION)),
     st.builds(Cancel, sessions, u32, u32),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from meshllm.errors import IntegrityFault, PeerFault
 from meshllm.names import SessionId, Span
-from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget, Room
+from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget, KvCapacity
 from meshllm.protocol.kv_cache.prefix_index import PrefixIndex
 from meshllm.protocol.session import actions as tasks
 from meshllm.protocol.session.actions import Closed, Done, Embed, Failed, GenerationTask, Pick
@@ -24,13 +24,13 @@ from meshllm.protocol.session.messages import (
     Delivered,
     DType,
     Hello,
+    JobTimes,
     Logits,
     Message,
     Resume,
-    Spent,
     UnknownRingMessage,
 )
-from meshllm.protocol.session.pace import Pace
+from meshllm.protocol.session.pace import PrefillPacing
 from meshllm.protocol.session.stage import Action, Adopt, Compute, Free, Keep, Stage
 from tests.property.strategies import data, few_messages, messages, sessions
 
@@ -173,7 +173,7 @@ class Rank:
 def test_the_caches_of_a_stage_have_no_gap_for_any_input(
     number: int, heard: list[Delivered | None]
 ) -> None:
-    index = PrefixIndex(KvBudget([Room(2 * BLOCK, lambda tokens: (tokens, 0))]))
+    index = PrefixIndex(KvBudget([KvCapacity(2 * BLOCK, lambda tokens: (tokens, 0))]))
     stage = Stage(number, 3, epoch=5, max_sessions=1, context=CONTEXT, index=index, span=Span(4, 8))
     rank = Rank()
 
@@ -185,7 +185,7 @@ def test_the_caches_of_a_stage_have_no_gap_for_any_input(
         elif rank.running:  # None: the oldest computation completes
             job, is_done = rank.finish()
             if is_done:
-                actions = stage.computed(job.session, job.blob, 0.0, Spent(1, 1, 1))
+                actions = stage.computed(job.session, job.blob, 0.0, JobTimes(1, 1, 1))
             else:
                 actions = stage.missed(job.session)
         for action in actions:
@@ -203,7 +203,7 @@ def test_an_entry_ends_once_and_runs_one_job_at_a_time_for_any_input(
     ring: int, heard: list[Delivered | tuple[int, int]]
 ) -> None:
     task = GenerationTask(SessionId(b"1" * 16), 5, ring, (1, 2, 3, 4), max_tokens=5, context=8)
-    entry = Entry(task, Pace(chunk=2, window=2))
+    entry = Entry(task, PrefillPacing(chunk=2, window=2))
     actions = entry.open(0.0)
     job: Embed | Pick | None = None
     ends: Counter[type] = Counter()

@@ -43,7 +43,7 @@ def numbers() -> Outcome:
     """Send bodies of two million token ids with a key on four connections without end.
 
     As many send such bodies and leave at once.
-    The owner asks at the same door, with bodies that are read where those are.
+    The owner asks at the same API server, with bodies that are read where those are.
     """
     with _owner() as (owner, address):
         key = _key(owner, "guest")

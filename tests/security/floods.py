@@ -14,7 +14,7 @@ from meshllm.protocol.membership.codec import (
     REQUEST_ID_BYTES,
     AnswerEvent,
     CancelRequest,
-    MeshBeat,
+    MeshHeartbeat,
     Message,
     Summary,
     UnknownMeshMessage,
@@ -92,7 +92,7 @@ def _by(role: Role, burst: Burst) -> Callable[[], Outcome]:
     return attack
 
 
-_TINY = _messages(UnknownMeshMessage(99, b""), MeshBeat(1, 1, 0, 0, bytes(MARK_BYTES)))
+_TINY = _messages(UnknownMeshMessage(99, b""), MeshHeartbeat(1, 1, 0, 0, bytes(MARK_BYTES)))
 _GOSSIP = _messages(Summary(_ENTRIES), Want(_SLOTS))
 _CANCELS = _messages(CancelRequest(bytes(REQUEST_ID_BYTES)), channel=Channel.DATA)
 _ANSWERS = _messages(AnswerEvent(bytes(REQUEST_ID_BYTES), b"{}"), channel=Channel.DATA)

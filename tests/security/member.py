@@ -22,7 +22,7 @@ from meshllm.protocol.membership.gossip import Item
 from meshllm.protocol.membership.mesh import Mesh
 from meshllm.protocol.membership.record_store import Record, slot_of
 from meshllm.protocol.trust.credential import Credential, Removals
-from meshllm.protocol.trust.handshake import Own
+from meshllm.protocol.trust.handshake import LocalIdentity
 from meshllm.protocol.trust.ticket import parse_ticket
 from meshllm.transport.contract import Transport
 from meshllm_websocket.transport import WebsocketTransport
@@ -63,7 +63,7 @@ class _Closed:
     def guests(self) -> tuple[bytes, ...]:
         return ()
 
-    async def judge(self, *_: object) -> Credential:
+    async def authorize(self, *_: object) -> Credential:
         raise NotAuthorised("closed")
 
 
@@ -103,7 +103,7 @@ async def join(
     credential = store.join(granted(link), invitation)
     now = asyncio.get_running_loop().time()
     machine = Mesh(store.key, credential, life, now=now, wall_s=time.time())
-    dialer = NodeDialer(by_scheme(transports), Own(store.key, life, credential))
+    dialer = NodeDialer(by_scheme(transports), LocalIdentity(store.key, life, credential))
     links = MeshLinks(dialer, machine, _Closed(), _Host())
     async with AsyncExitStack() as stack:
         running = asyncio.ensure_future(links.run([]))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from meshllm.names import NodeId
 from meshllm.protocol.membership.actions import SendToPeer
-from meshllm.protocol.membership.codec import Items, MeshBeat
+from meshllm.protocol.membership.codec import Items, MeshHeartbeat
 from meshllm.protocol.membership.gossip import MARK_BYTES, Item, Kind
 from meshllm.protocol.membership.records import Lifecycle, Profile, StateRecord
 from meshllm.protocol.trust.credential import remove
@@ -56,7 +56,7 @@ def future_records() -> Outcome:
             Item(Kind.STATE, key.node, key.node, LAST, LAST, b"", state.encode()),
         ):
             _send(member, Items((item.sign(key, mesh),)))
-        _send(member, MeshBeat(LAST, LAST, 0, YEAR_9999_MS, bytes(MARK_BYTES)))
+        _send(member, MeshHeartbeat(LAST, LAST, 0, YEAR_9999_MS, bytes(MARK_BYTES)))
         member.say(remove(key, mesh, NodeId(bytes(31) + b"\7"), LAST))
         await asyncio.sleep(LISTEN_S)
         return "accepted as its own"
@@ -117,7 +117,7 @@ def _with_member(attempt: Attempt, bound: str) -> Outcome:
     return compared(outcome, alone, crowded)
 
 
-def _send(member: Member, message: Items | MeshBeat) -> None:
+def _send(member: Member, message: Items | MeshHeartbeat) -> None:
     for peer in list(member.links.by_peer):
         member.links.act([SendToPeer(peer, message)])
 

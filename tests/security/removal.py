@@ -13,7 +13,7 @@ from meshllm.node.membership.state_store import StateStore
 from meshllm.node.net.secure import secure_dial
 from meshllm.protocol.membership.records import Profile
 from meshllm.protocol.trust.credential import Credential, Role, issue, remove
-from meshllm.protocol.trust.handshake import Own, Purpose
+from meshllm.protocol.trust.handshake import LocalIdentity, Purpose
 from meshllm_websocket.transport import WebsocketTransport
 from tests.processes.fleet import ALONE, Node, meshllm, open_fleet, until
 from tests.security.attack import Attack, Outcome
@@ -113,7 +113,7 @@ async def heard_by_a_former_member(founder: Node, invitation: str, state: Path) 
 async def bytes_heard(founder: Node, store: StateStore, credential: Credential) -> int:
     """Dial with a credential; return how many bytes came back."""
     link = await WebsocketTransport().dial(f"ws://{founder.address}")
-    own, to = Own(store.key, 1 << 20, credential), parse_node(founder.status()["node"])
+    own, to = LocalIdentity(store.key, 1 << 20, credential), parse_node(founder.status()["node"])
     with suppress(MeshError):
         dialled = await secure_dial(
             link, own, Purpose.WEIGHTS, expect=to, now_s=time.time(), removals={}

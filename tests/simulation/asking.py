@@ -11,7 +11,7 @@ from meshllm.request import Answer, Piece, Request, Sampling
 from tests.simulation.machines import Process
 from tests.simulation.toy import reference
 
-MOST_TOKENS = 10
+MAX_TOKENS = 10
 
 
 @dataclass(eq=False)
@@ -33,7 +33,7 @@ def draw_request(random: Random, models: Sequence[str] = ("",)) -> Request:
     """Make up a request for one of the models."""
     sampling = Sampling(temperature=random.choice((0.0, 0.8)), seed=random.randrange(1000))
     raw = "".join(random.choice("abcdefgh") for _ in range(random.randint(1, 12)))
-    tokens = random.randint(1, MOST_TOKENS)
+    tokens = random.randint(1, MAX_TOKENS)
     model = random.choice(models) if len(models) > 1 else models[0]
     return Request(raw=raw, sampling=sampling, max_tokens=tokens, model=model)
 

@@ -80,7 +80,7 @@ class Members:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Check the keys that nodes admit in the context."""
-        judge = MemberAdmission.judge
+        authorize = MemberAdmission.authorize
 
         async def judging(
             gate: MemberAdmission,
@@ -90,12 +90,12 @@ class Members:
             instance: int,
         ) -> Credential:
             now_s, tickets = time_of_day(), set(self.tickets.values())
-            credential = await judge(gate, peer, proof, purpose, instance)
+            credential = await authorize(gate, peer, proof, purpose, instance)
             if isinstance(proof, TicketProof):
                 self._let_in(peer, proof, tickets, now_s)
             return credential
 
-        with patch.object(MemberAdmission, "judge", judging):
+        with patch.object(MemberAdmission, "authorize", judging):
             yield
 
     def _let_in(

@@ -16,7 +16,14 @@ from unittest.mock import patch
 from blake3 import blake3
 
 from meshllm.names import Digest, NodeId
-from meshllm.protocol.membership.actions import Action, Changed, Dial, Drop, Parted, SendToPeer
+from meshllm.protocol.membership.actions import (
+    Action,
+    Changed,
+    ClosedByPeer,
+    Dial,
+    Drop,
+    SendToPeer,
+)
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.codec import Bye, decode, encode
 from meshllm.protocol.membership.mesh import Mesh
@@ -274,7 +281,7 @@ class World:
                 case Drop(peer, why) if not action.is_newcomer:
                     self.send(node, node.pipes[peer], encode(Bye(why)))
                     self._close(node, node.pipes[peer])
-                case Parted(peer):
+                case ClosedByPeer(peer):
                     self._close(node, node.pipes[peer])
                 case Dial(peer):
                     self._dial(node, peer)

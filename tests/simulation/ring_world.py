@@ -17,7 +17,7 @@ from random import Random
 from typing import Any
 
 from meshllm.names import SessionId
-from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget, Room
+from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget, KvCapacity
 from meshllm.protocol.kv_cache.prefix_index import PrefixHit, PrefixIndex
 from meshllm.protocol.session import actions, stage
 from meshllm.protocol.session.actions import (
@@ -45,11 +45,11 @@ from meshllm.protocol.session.messages import (
     Flags,
     Forward,
     Gap,
+    JobTimes,
     Resume,
     SessionMessage,
-    Spent,
 )
-from meshllm.protocol.session.pace import Pace
+from meshllm.protocol.session.pace import PrefillPacing
 from meshllm.protocol.session.stage import Adopt, Compute, Free, Keep, Stage, Withdraw
 from meshllm.protocol.session.waiting import PromptQueue
 from meshllm.request import FinishReason
@@ -158,7 +158,7 @@ class Generation:
     """State of one session in the driver of rank 0."""
 
     task: GenerationTask
-    pace: Pace
+    pace: PrefillPacing
     entry: Entry
     base: PrefixHit | None
     text: list[int]
@@ -221,7 +221,7 @@ class Simulation:
             self.add(number, entry)
 
     def index(self) -> PrefixIndex:
-        budget = KvBudget([Room(8 * BLOCK, lambda tokens: (tokens, 0))])
+        budget = KvBudget([KvCapacity(8 * BLOCK, lambda tokens: (tokens, 0))])
         return PrefixIndex(budget, self.random.choice((0, 2 * BLOCK, *(None,) * 3)), idle_s=2 * END)
 
     def add(self, number: int, entry: type[Entry]) -> Generation:
@@ -245,7 +245,7 @@ class Simulation:
             keep_from=draw.choice((1, 9)),
         )
         patience = draw.choice(self.weather.patience_s)
-        pace = Pace(
+        pace = PrefillPacing(
             draw.randint(1, LONGEST_CHUNK), draw.randint(1, 4), patience, retries=5, close_s=40.0
         )
         longest = min(task.max_tokens, task.context - len(prompt))
@@ -450,7 +450,7 @@ class Simulation:
         kept = out[len(out) - compute.keep :]
         blob = pack(compute.session, kept) if kept else None
         stage = self.stages[rank]
-        self.act(rank, stage.computed(compute.session, blob, self.now, Spent(10, 2, 1)))
+        self.act(rank, stage.computed(compute.session, blob, self.now, JobTimes(10, 2, 1)))
         if (session := compute.session) in self.caches[rank]:
             copied = self.committed[rank].setdefault(session, [])
             copied += self.caches[rank][session][len(copied) : stage.committed.get(session, 0)]
@@ -563,7 +563,7 @@ class Simulation:
         self.drive(one, one.entry.finish(FinishReason.CANCELLED, self.now))
 
 
-def judge(simulation: Simulation) -> Counter[str]:
+def authorize(simulation: Simulation) -> Counter[str]:
     """Check every generation against the reference; count how they ended."""
     ends: Counter[str] = Counter()
     for one in simulation.generations.values():
@@ -592,7 +592,7 @@ def judge(simulation: Simulation) -> Counter[str]:
 
 
 @dataclass
-class Tally:
+class RankStats:
     """What became of the schedules of one weather."""
 
     ends: Counter[str] = field(default_factory=Counter)
@@ -605,12 +605,12 @@ class Tally:
     reused: int = 0
 
 
-def play(seed: int, weather: Weather, tally: Tally, **mutation: Any) -> None:
+def play(seed: int, weather: Weather, tally: RankStats, **mutation: Any) -> None:
     """Run a schedule, and count what became of it."""
     simulation = Simulation(seed, weather, **mutation)
     try:
         simulation.run()
-        tally.ends += judge(simulation)
+        tally.ends += authorize(simulation)
         tally.flights += simulation.flights
         tally.cancels += simulation.sent[Cancel]
         bases = (one.base for one in simulation.generations.values())

@@ -43,7 +43,7 @@ def _fast() -> Iterator[None]:
 
 
 @dataclass
-class Counts:
+class RequestCounters:
     """What one answer with a loss took."""
 
     plans: tuple[Plan | None, Plan | None] = (None, None)
@@ -95,7 +95,7 @@ class LossWithin(OneLoss):
         super().__init__(world, seed)
         world.capacity = dict.fromkeys(NODES, LAYERS)
         world.ring_size = len(ROLES)
-        self.counts = Counts()
+        self.counts = RequestCounters()
 
     async def run(self) -> None:
         world = self.world
@@ -181,7 +181,9 @@ class LossWithin(OneLoss):
         return [each.ring_member.history for each in self.world.nodes.values()]
 
 
-def answer(role: int, messages: int, *, is_blink: bool = False, pauses_s: float = 0.0) -> Counts:
+def answer(
+    role: int, messages: int, *, is_blink: bool = False, pauses_s: float = 0.0
+) -> RequestCounters:
     """Lose a rank, or its link, after so many messages of an answer, which must be right."""
     schedules = list[LossWithin]()
 
@@ -204,7 +206,7 @@ LATE = 12
 """Rows that a session may write while the ring changes: half a second of the longest answers."""
 
 
-def answer_over_a_leave(role: int, request: Request = LONG) -> Counts:
+def answer_over_a_leave(role: int, request: Request = LONG) -> RequestCounters:
     """Let a rank leave in order within a long answer, which must be right."""
     schedules = list[LossWithin]()
 

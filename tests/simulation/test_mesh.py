@@ -13,7 +13,7 @@ import pytest
 from meshllm.names import NodeId
 from meshllm.protocol.agreement.agreement import Agreement, agree
 from meshllm.protocol.agreement.candidates import MeshView
-from meshllm.protocol.membership.charter import Amendments, Charter, Yielding, in_force
+from meshllm.protocol.membership.charter import Amendments, Charter, OverridableTerm, in_force
 from meshllm.protocol.membership.link_table import BEAT, SILENCE
 from meshllm.protocol.membership.records import StateRecord
 from meshllm.protocol.session.messages import DType
@@ -246,7 +246,7 @@ def test_a_partition_merges_the_charter_terms_of_both_halves() -> None:
     world.network.loss.clear()
     world.run(60)
 
-    yields = (Yielding("members", world.nodes[1].id, toy_charter().members),)
+    yields = (OverridableTerm("members", world.nodes[1].id, toy_charter().members),)
     wanted = replace(toy_charter(), members=3, policy="throughput", yields=yields)
     assert [node.mesh.charter for node in world.living] == [wanted] * 4
     assert disagreement(world) is None

@@ -14,7 +14,7 @@ import pytest
 from meshllm.node.agreement.plan_follower import SETTLE_S
 from meshllm.node.weights import WeightSupply
 from meshllm.protocol.planning.plan import Plan
-from meshllm.protocol.ring.plan_change import Follow, Outlook, PlanChange, Prepare
+from meshllm.protocol.ring.plan_change import Follow, PlanChange, PlanChangeInput, Prepare
 from meshllm.request import Piece, Request, Sampling
 from tests.simulation import toy
 from tests.simulation.machines import Machines, Process, process_here
@@ -207,8 +207,10 @@ def test_answers_pause_if_the_next_ring_is_not_prepared() -> None:
 LOOK = PlanChange.look
 
 
-def follow_at_once(change: PlanChange, outlook: Outlook, now: float) -> list[Prepare | Follow]:
-    return LOOK(change, replace(outlook, is_whole=False), now)
+def follow_at_once(
+    change: PlanChange, plan_change_input: PlanChangeInput, now: float
+) -> list[Prepare | Follow]:
+    return LOOK(change, replace(plan_change_input, is_whole=False), now)
 
 
 def test_a_misplaced_or_repeated_layer_changes_the_text() -> None:

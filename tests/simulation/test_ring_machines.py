@@ -26,10 +26,10 @@ from tests.simulation.ring_world import (
     QUIET,
     RUSH,
     STORM,
+    RankStats,
     Simulation,
-    Tally,
     Weather,
-    judge,
+    authorize,
     play,
 )
 
@@ -37,9 +37,9 @@ SEEDS = 200
 
 
 @cache
-def tally_of(weather: Weather, **mutation: Any) -> Tally:
+def tally_of(weather: Weather, **mutation: Any) -> RankStats:
     """Run all schedules of a weather, once."""
-    tally = Tally()
+    tally = RankStats()
     for seed in range(SEEDS):
         play(seed, weather, tally, **mutation)
     return tally
@@ -69,7 +69,7 @@ def test_a_reliable_ring_sends_one_message_per_hop() -> None:
     for seed in range(SEEDS):
         simulation = Simulation(seed, QUIET)
         simulation.run()
-        judge(simulation)
+        authorize(simulation)
 
         rounds = sum(
             -(-len(one.task.prompt) // one.pace.chunk) + len(one.answer) - 1

@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 
 from meshllm.names import GroupId
-from meshllm.node.agreement.further_rings import FurtherRings
+from meshllm.node.agreement.further_rings import SecondaryRings
 from tests.simulation.node_world import shortcuts, simulate, told
 from tests.simulation.several import SeveralSchedule, SharedSchedule, SpanSchedule
 
@@ -40,13 +40,13 @@ def test_nodes_in_both_rings_recover_from_every_fault(block: int) -> None:
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_replicas_that_share_nodes_recover_from_every_fault(block: int) -> None:
-    begin, begun = FurtherRings._begin, list[GroupId]()
+    begin, begun = SecondaryRings._begin, list[GroupId]()
 
-    def count(rings: FurtherRings, group: GroupId, memory: int) -> None:
+    def count(rings: SecondaryRings, group: GroupId, memory: int) -> None:
         begun.append(group)
         begin(rings, group, memory)
 
-    with patch.object(FurtherRings, "_begin", count):
+    with patch.object(SecondaryRings, "_begin", count):
         for seed in range(block * BLOCK, (block + 1) * BLOCK):
             world = simulate(seed, SpanSchedule)
 
@@ -79,7 +79,7 @@ def test_broken_nodes_are_found(target: str, broken: Callable[[Any], object], fa
 
 
 def test_a_node_that_begins_no_further_ring_is_found() -> None:
-    with patch("meshllm.node.agreement.further_rings.FurtherRings._begin", lambda *_: None):
+    with patch("meshllm.node.agreement.further_rings.SecondaryRings._begin", lambda *_: None):
         worlds = (simulate(seed, SharedSchedule) for seed in range(1, 40))
         found = next(world.wrong for world in worlds if world.wrong)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshllm.transport.gathering import MOST_BYTES, Gathering
+from meshllm.transport.gathering import MAX_BYTES, Gathering
 
 
 def test_parts_are_written_one_by_one_unless_they_are_gathered() -> None:
@@ -31,7 +31,7 @@ def test_nothing_is_written_if_nothing_was_gathered() -> None:
 
 
 def test_many_bytes_are_not_gathered() -> None:
-    written, part = list[bytes](), bytes(MOST_BYTES)
+    written, part = list[bytes](), bytes(MAX_BYTES)
     gathering = Gathering(written.append)
 
     with gathering.together():

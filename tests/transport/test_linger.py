@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from meshllm.testing.clock import run_virtual
-from meshllm.transport.linger import MOST_S, STALL_S, Linger
+from meshllm.transport.linger import MAX_S, STALL_S, Linger
 
 
 async def _lasts(bytes_per_s: float, size: int) -> float:
@@ -22,7 +22,7 @@ async def _lasts(bytes_per_s: float, size: int) -> float:
 
 @pytest.mark.parametrize(
     ("bytes_per_s", "size", "seconds"),
-    [(0, 0, STALL_S), (0, 100, STALL_S), (10, 120, 20.0), (1, 1000, MOST_S)],
+    [(0, 0, STALL_S), (0, 100, STALL_S), (10, 120, 20.0), (1, 1000, MAX_S)],
 )
 def test_a_peer_has_as_long_as_it_takes_data(bytes_per_s: float, size: int, seconds: float) -> None:
     assert run_virtual(_lasts(bytes_per_s, size)) == pytest.approx(seconds, abs=0.01)
@@ -36,7 +36,7 @@ def test_a_connection_that_closes_is_not_aborted() -> None:
         linger.cancel()
         linger.start()
         linger.cancel()
-        await asyncio.sleep(2 * MOST_S)
+        await asyncio.sleep(2 * MAX_S)
 
     run_virtual(closes())
 

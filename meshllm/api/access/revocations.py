@@ -1,8 +1,8 @@
 """Revoked API keys, shared by the members of a mesh.
 
 A node publishes the tags of keys that its owner revoked, in its profile, and stores those that it
-hears from others: they hold at its doors when their member is away, and after a restart. What a
-member says can void only keys that it knows (see `accounts`), it says at most `MAX_REVOKED` at a
+hears from others: they hold at its API servers when their member is away, and after a restart. What
+a member says can void only keys that it knows (see `accounts`), it says at most `MAX_REVOKED` at a
 time, and of each member a bounded number is stored.
 """
 

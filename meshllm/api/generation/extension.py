@@ -7,7 +7,7 @@ from math import inf
 
 from meshllm.api.access.accounts import ApiKey
 from meshllm.api.generation.generating import DRAWN_SEEDS, SEEDS
-from meshllm.api.generation.service import Choices, Service, within_limits
+from meshllm.api.generation.service import IndexedEvent, Service, within_limits
 from meshllm.api.respond import begun_within, within
 from meshllm.names import bits_of
 from meshllm.node.requests.needs import lacking, waits_for_ring
@@ -191,13 +191,13 @@ def answer_as_needed(
     asked: Sequence[Asked],
     needs: Needs | None,
     outline: OutlineMode | None = None,
-) -> AsyncGenerator[Choices, None]:
+) -> AsyncGenerator[IndexedEvent, None]:
     """Return the events of requests, see `Service.answer`; raise `WrongField` for an unmet need."""
     needs = needs or Needs()
     needs.check(model)
     needs, whose = _with_deadline(needs, key)
 
-    def timed(events: AsyncGenerator[Choices, None]) -> AsyncGenerator[Choices, None]:
+    def timed(events: AsyncGenerator[IndexedEvent, None]) -> AsyncGenerator[IndexedEvent, None]:
         if needs.first_token_ms:
             events = begun_within(events, needs.first_token_ms / 1000, _is_begun)
         return within(events, needs.deadline_ms / 1000, whose) if needs.deadline_ms else events
@@ -213,5 +213,5 @@ def _with_deadline(needs: Needs, key: ApiKey | None) -> tuple[Needs, str]:
     return replace(needs, deadline_ms=1000 * limit_s), f"the key `{key.name}`"
 
 
-def _is_begun(news: Choices) -> bool:
+def _is_begun(news: IndexedEvent) -> bool:
     return isinstance(news[1], Piece | Answer)

@@ -58,7 +58,7 @@ class StreamOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Generating:
+class GenerationFields:
     """Fields of a request; null is the same as absent."""
 
     model: str

@@ -8,7 +8,7 @@ from typing import Any
 
 from meshllm.api.failure import compact, error_object
 from meshllm.api.generation.headers import trace_of
-from meshllm.api.generation.service import Choices
+from meshllm.api.generation.service import IndexedEvent
 from meshllm.api.respond import Stream
 from meshllm.errors import MeshError
 from meshllm.log import escape
@@ -141,7 +141,7 @@ class Reply:
         }
 
 
-class EventStream(Stream[Choices]):
+class EventStream(Stream[IndexedEvent]):
     """Streams the events of answers as server-sent events.
 
     In silence it sends ``idle``, or while a request waits, a comment on what for.
@@ -149,8 +149,8 @@ class EventStream(Stream[Choices]):
 
     def __init__(
         self,
-        events: AsyncGenerator[Choices, None],
-        write: Callable[[Choices], bytes],
+        events: AsyncGenerator[IndexedEvent, None],
+        write: Callable[[IndexedEvent], bytes],
         fail: Callable[[MeshError], bytes],
         headers: Mapping[str, str],
         idle: bytes = PATIENCE,
@@ -158,7 +158,7 @@ class EventStream(Stream[Choices]):
         super().__init__(events, STREAM, self._written, fail, headers, self._kept)
         self._write, self._idle, self._reason = write, idle, ""
 
-    def _written(self, news: Choices) -> bytes:
+    def _written(self, news: IndexedEvent) -> bytes:
         match news:
             case _, Waiting(reason):
                 self._reason = reason

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 MAX_TOGETHER = 8  # generations of one request at a time; the next ones start as these end
 
-Choices: TypeAlias = tuple[int, Event]
+IndexedEvent: TypeAlias = tuple[int, Event]
 """An event, and the place of the request to which it belongs."""
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class _Tally:
                 self.written = event.written_for(self.asked)
 
 
-def _untimed(events: AsyncGenerator[Choices, None]) -> AsyncGenerator[Choices, None]:
+def _untimed(events: AsyncGenerator[IndexedEvent, None]) -> AsyncGenerator[IndexedEvent, None]:
     return events
 
 
@@ -138,8 +138,10 @@ class Service:
         model: ModelStatus,
         asked: Sequence[Request],
         outline: OutlineMode | None = None,
-        timed: Callable[[AsyncGenerator[Choices, None]], AsyncGenerator[Choices, None]] = _untimed,
-    ) -> AsyncGenerator[Choices, None]:
+        timed: Callable[
+            [AsyncGenerator[IndexedEvent, None]], AsyncGenerator[IndexedEvent, None]
+        ] = _untimed,
+    ) -> AsyncGenerator[IndexedEvent, None]:
         """Yield the events of all requests, each with the place of its own, see `Backend`.
 
         They are one request of the key, accounted for at its end; an error in one ends all, as does
@@ -185,7 +187,7 @@ class Service:
         return replace(asked, scope=whose + self._scopes.name(key.name.encode() if key else b""))
 
     async def _learn_usage(self, key: ApiKey | None) -> None:
-        """Count what a key with a limit has used today, before this door opened or at another."""
+        """Count what a key with a limit has used today, at other API servers or before this one."""
         if key is None or key.limits.tokens_per_day is None or self.accounts is None:
             return
         now = time.time()

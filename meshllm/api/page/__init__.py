@@ -1,3 +1,3 @@
-"""The web page of a door: the mesh as it is, and a chat with its model."""
+"""The web page of an API server: the mesh as it is, and a chat with its model."""
 
 __all__ = ["routes"]

@@ -23,7 +23,7 @@ from meshllm.status import to_json
 REFRESH_S = 1.0
 SILENCE_S = 15.0  # a comment tells a client whose mesh does not change that it is connected
 IDENTIFY_S = 5.0  # s after which a watcher whose key was revoked is noticed
-MAX_WATCHERS = 32  # of one door; the owner has as many of its own
+MAX_WATCHERS = 32  # of one API server; the owner has as many of its own
 MAX_OF_KEY = 8
 
 _KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}

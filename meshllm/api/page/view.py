@@ -1,7 +1,7 @@
 """What the page shows of a mesh: no address and no key.
 
-Guests of a public door see models, layers and speeds, but neither names, memory, links and software
-of nodes nor how much others ask.
+Guests of a public API server see models, layers and speeds, but neither names, memory, links and
+software of nodes nor how much others ask.
 """
 
 from dataclasses import dataclass, replace
@@ -153,7 +153,7 @@ class PageStatus:
     is_public: bool
     """A guest sees it, from whom all else is hidden."""
     is_client: bool
-    """The door is that of a client of the mesh, which knows neither nodes nor plans."""
+    """The API server runs on a client of the mesh, which knows neither nodes nor plans."""
 
 
 def view_of(status: MeshStatus, *, is_public: bool) -> PageStatus:

@@ -12,10 +12,10 @@ from meshllm.api.access.accounts import ApiKey
 from meshllm.api.access.gate import key_of
 from meshllm.api.failure import JSON, error_object
 from meshllm.api.generation.extension import Extension, answer_as_needed, model_as_needed
-from meshllm.api.generation.generating import Generating, read_fields, variants
+from meshllm.api.generation.generating import GenerationFields, read_fields, variants
 from meshllm.api.generation.headers import headers_of, is_traced
 from meshllm.api.generation.reply import EventStream, Reply, failure, reason
-from meshllm.api.generation.service import Choices, Service
+from meshllm.api.generation.service import IndexedEvent, Service
 from meshllm.api.generation.structured import schema_of
 from meshllm.api.generation.tools import FIELDS, new_call_id, tools_of
 from meshllm.api.respond import Stream
@@ -107,7 +107,7 @@ class TemplateOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chat(Generating):
+class Chat(GenerationFields):
     """The body of a request; null is the same as absent."""
 
     messages: tuple[Message, ...]
@@ -161,7 +161,7 @@ class Chat(Generating):
 class _ChatReply(Reply):
     """Writes the JSON objects of a chat completion."""
 
-    def completion(self, news: Choices) -> bytes:
+    def completion(self, news: IndexedEvent) -> bytes:
         """Write the completion once it is complete; no bytes before."""
         place, happened = news
         choice = self.choices[place]
@@ -174,7 +174,7 @@ class _ChatReply(Reply):
             return b""
         return self.whole(WHOLE, map(self._whole, range(len(self.choices))))
 
-    def chunks(self, news: Choices) -> bytes:
+    def chunks(self, news: IndexedEvent) -> bytes:
         """Write server-sent events, nothing for progress."""
         place, happened = news
         choice = self.choices[place]
@@ -227,7 +227,7 @@ class ChatCall:
 
     model: ModelStatus
     asked: list[Asked]
-    events: AsyncGenerator[Choices, None]
+    events: AsyncGenerator[IndexedEvent, None]
 
 
 async def call(

@@ -46,9 +46,9 @@ from meshllm.strict_json import WrongField, build
 PATH = "/v1/chat/socket"
 PROTOCOL = "meshllm.chat.1"
 """The subprotocol; a client may offer it."""
-MAX_SOCKETS = 128  # of one door; the owner has as many of its own
+MAX_SOCKETS = 128  # of one API server; the owner has as many of its own
 MAX_OF_KEY = 32
-MAX_ASKS = 8  # in progress on one connection
+MAX_CHATS = 8  # in progress on one connection
 MAX_ID_CHARS = 64
 IDLE_S = 300.0  # s without a message or an answer in progress, after which the connection ends
 
@@ -58,7 +58,7 @@ _TOO_MANY = Failure(429, "requests", "rate_limit_exceeded", retry_s=RETRY_S)
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class ChatRequest:
     """A chat to answer."""
 
     type: Literal["ask"]
@@ -77,7 +77,7 @@ class _BuiltAsk:
 
 
 @dataclass(frozen=True, slots=True)
-class CancelAsk:
+class CancelChat:
     """A chat to end."""
 
     type: Literal["cancel"]
@@ -156,21 +156,21 @@ class _ChatSocket:
                 return
             await self._do(wanted, group)
 
-    async def _read_message(self, text: str | None) -> _BuiltAsk | CancelAsk:
+    async def _read_message(self, text: str | None) -> _BuiltAsk | CancelChat:
         """Read a message; raise `UserError` for anything else."""
         if text is None:
             raise UserError("Invalid message: it is not text")
         return await self.service.read(key_of(self.socket), text.encode(), _message)
 
-    async def _do(self, wanted: _BuiltAsk | CancelAsk, group: asyncio.TaskGroup) -> None:
+    async def _do(self, wanted: _BuiltAsk | CancelChat, group: asyncio.TaskGroup) -> None:
         running = self.answers.get(wanted.id)
-        if isinstance(wanted, CancelAsk):
+        if isinstance(wanted, CancelChat):
             if running:  # else it has just ended
                 await self._cancel(wanted.id, running)
         elif running:
             await self._fail(wanted.id, UserError(f"The ask `{wanted.id}` is in progress"))
-        elif len(self.answers) == MAX_ASKS:
-            text = f"This connection has {MAX_ASKS} asks in progress, its limit"
+        elif len(self.answers) == MAX_CHATS:
+            text = f"This connection has {MAX_CHATS} asks in progress, its limit"
             await self._fail(wanted.id, Refused(text, _TOO_MANY))
         else:
             answer = self.answers[wanted.id] = group.create_task(self._answer(wanted))
@@ -254,15 +254,17 @@ def _too_many_sockets() -> Refused:
     return Refused(text, _FULL)
 
 
-def _message(found: object) -> _BuiltAsk | CancelAsk:
+def _message(found: object) -> _BuiltAsk | CancelChat:
     """Read a message; long ones in a thread."""
     kind = found.get("type") if isinstance(found, Mapping) else None
     if kind not in ("ask", "cancel"):  # not a set: it may be a list
         raise UserError("Invalid message", hint="`type` is `ask` or `cancel`")
-    message: Ask | CancelAsk = build(Ask, found) if kind == "ask" else build(CancelAsk, found)
+    message: ChatRequest | CancelChat = (
+        build(ChatRequest, found) if kind == "ask" else build(CancelChat, found)
+    )
     if not 0 < len(message.id) <= MAX_ID_CHARS:
         raise UserError(f"`id` does not have 1 to {MAX_ID_CHARS} characters")
-    if isinstance(message, CancelAsk):
+    if isinstance(message, CancelChat):
         return message
     try:
         return _BuiltAsk(message.id, build_fields(message.request, Chat, APART))

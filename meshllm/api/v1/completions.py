@@ -12,11 +12,11 @@ from starlette.routing import Route
 from meshllm.api.access.gate import key_of
 from meshllm.api.failure import JSON, error_object
 from meshllm.api.generation.extension import Needs, answer_as_needed, model_as_needed
-from meshllm.api.generation.generating import Generating, read_fields, variants
+from meshllm.api.generation.generating import GenerationFields, read_fields, variants
 from meshllm.api.generation.headers import headers_of, is_traced
 from meshllm.api.generation.prompts import read_prompts, with_prompt
 from meshllm.api.generation.reply import EventStream, Reply, failure, reason
-from meshllm.api.generation.service import Choices, Service
+from meshllm.api.generation.service import IndexedEvent, Service
 from meshllm.api.respond import Stream
 from meshllm.request import Answer, Logprob, Piece, TokenLogprobs
 from meshllm.request import Request as Asked
@@ -32,7 +32,7 @@ MAX_LOGPROBS = 20  # the same as `top_logprobs` of a chat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Completion(Generating):
+class Completion(GenerationFields):
     """The body of a request but its prompt; null is the same as absent."""
 
     echo: bool | None = None
@@ -88,7 +88,7 @@ class _TextReply(Reply):
     texts: dict[int, "_TextOffsets"] = field(default_factory=dict)
     """Of each choice whose log probabilities have begun, those that they cover."""
 
-    def completion(self, news: Choices) -> bytes:
+    def completion(self, news: IndexedEvent) -> bytes:
         """Write the completion once it is complete; no bytes before."""
         place, happened = news
         if isinstance(happened, Piece) and happened.logprobs:
@@ -98,7 +98,7 @@ class _TextReply(Reply):
             return b""
         return self.whole(KIND, map(self._whole, range(len(self.choices))))
 
-    def chunks(self, news: Choices) -> bytes:
+    def chunks(self, news: IndexedEvent) -> bytes:
         """Write server-sent events, nothing for progress."""
         place, happened = news
         if isinstance(happened, Piece) and (happened.text or happened.logprobs):
@@ -111,7 +111,7 @@ class _TextReply(Reply):
         end = self.chunk(KIND, [_choice(place, "", None, reason(answer))])
         return end + (self.end(KIND) if self.is_complete else b"")
 
-    def _take(self, news: Choices) -> bool:
+    def _take(self, news: IndexedEvent) -> bool:
         """Take an event; return whether it completes a choice."""
         place, happened = news
         if isinstance(happened, Answer):

@@ -1,7 +1,7 @@
 """Counts each request of a key from its headers to the end of its answer.
 
-A door has `2 * MAX_OPEN` places for requests and connections, of which others than the owner take
-`MAX_OPEN`. A client that leaves while its body waits to be read gives its place back.
+An API server has `2 * MAX_OPEN` places for requests and connections, of which others than the owner
+take `MAX_OPEN`. A client that leaves while its body waits to be read gives its place back.
 """
 
 from contextlib import ExitStack, suppress
@@ -19,7 +19,7 @@ from meshllm.api.respond import BodyEncoded, BodyTooLarge, BodyTooSlow, read_bod
 MAX_OTHERS = MAX_OPEN  # requests in progress of others than the owner
 
 
-class Counting:
+class RequestLimitMiddleware:
     """An application whose requests with a body count; those of a WebSocket count by themselves."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:

@@ -18,7 +18,7 @@ from meshllm.api.generation.extension import Needs, answer_as_needed, model_as_n
 from meshllm.api.generation.generating import read_fields
 from meshllm.api.generation.headers import headers_of
 from meshllm.api.generation.prompts import read_prompts, with_prompt
-from meshllm.api.generation.service import Choices, Service
+from meshllm.api.generation.service import IndexedEvent, Service
 from meshllm.api.respond import Stream
 from meshllm.request import Answer
 from meshllm.request import Request as Asked
@@ -59,7 +59,7 @@ class _EmbeddingsReply:
     tokens: int = 0
     _written: dict[int, bytes] = field(default_factory=dict)
 
-    def write(self, news: Choices) -> bytes:
+    def write(self, news: IndexedEvent) -> bytes:
         """Write the reply once it is complete; no bytes before.
 
         Raises:

@@ -21,7 +21,7 @@ from meshllm.api.generation.extension import SeededNeeds, answer_as_needed, mode
 from meshllm.api.generation.generating import read_fields
 from meshllm.api.generation.headers import headers_of, is_traced, trace_of
 from meshllm.api.generation.reply import EventStream
-from meshllm.api.generation.service import Choices, Service
+from meshllm.api.generation.service import IndexedEvent, Service
 from meshllm.api.generation.tools import tools_of_messages
 from meshllm.api.respond import Stream, while_connected
 from meshllm.errors import MeshError, UserError
@@ -213,7 +213,7 @@ class _MessagesReply:
     _open: tuple[str, int] | None = None
     """The type of the open block, and which call it is."""
 
-    def message(self, news: Choices) -> bytes:
+    def message(self, news: IndexedEvent) -> bytes:
         """Write the message once it is complete; no bytes before."""
         _, happened = news
         if not isinstance(happened, Answer):
@@ -231,7 +231,7 @@ class _MessagesReply:
         head["meshllm"] |= self._trace(happened)
         return compact({**head, "content": content, **_end(happened), "usage": _usage(happened)})
 
-    def events(self, news: Choices) -> bytes:
+    def events(self, news: IndexedEvent) -> bytes:
         """Write server-sent events."""
         match news[1]:
             case Prefilled(total=total):
@@ -332,7 +332,7 @@ async def _read(service: Service, request: Request, kind: type[T]) -> tuple[T, d
     return await read_fields(service, request, kind, APART, HARMLESS, NEUTRAL)
 
 
-async def _count(events: AsyncGenerator[Choices, None]) -> int:
+async def _count(events: AsyncGenerator[IndexedEvent, None]) -> int:
     async with aclosing(events):
         async for _, event in events:
             if isinstance(event, Answer):

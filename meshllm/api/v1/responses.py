@@ -29,7 +29,7 @@ from meshllm.api.generation.extension import SeededNeeds, answer_as_needed, mode
 from meshllm.api.generation.generating import DEFAULT_TEMPERATURE, read_fields
 from meshllm.api.generation.headers import headers_of, is_traced, trace_of
 from meshllm.api.generation.reply import EventStream
-from meshllm.api.generation.service import Choices, Service
+from meshllm.api.generation.service import IndexedEvent, Service
 from meshllm.api.generation.structured import schema_of_format
 from meshllm.api.generation.tools import FIELDS, new_call_id, tools_of
 from meshllm.api.respond import Stream
@@ -197,7 +197,7 @@ class _ResponsesReply:
     _calls: int = 0
     _count: int = 0
 
-    def whole(self, news: Choices) -> bytes:
+    def whole(self, news: IndexedEvent) -> bytes:
         """Write the response once it is complete; no bytes before."""
         _, happened = news
         if not isinstance(happened, Answer):
@@ -210,7 +210,7 @@ class _ResponsesReply:
             self._add("function_call", call.name).text = call.arguments
         return compact(self._kept(happened))
 
-    def events(self, news: Choices) -> bytes:
+    def events(self, news: IndexedEvent) -> bytes:
         """Write server-sent events, nothing for progress."""
         return b"".join(self._events(news[1]))
 

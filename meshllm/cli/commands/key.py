@@ -79,7 +79,7 @@ def create(
     """Create a key and print it.
 
     Only the key goes to stdout. It is stored as a keyed hash, so it cannot be shown again. It is
-    valid at once at every door of this node; a running node needs no restart.
+    valid at once at every API server of this node; a running node needs no restart.
     """
     from meshllm.api.access.accounts import KeyLimits
 
@@ -159,8 +159,8 @@ def revoke(
 ) -> None:
     """Revoke a key permanently; the next request with it is refused.
 
-    The running node tells its mesh: every member refuses the key at its doors, also one from a
-    `--key-file`. With `-` it can be a key that was created on another node.
+    The running node tells its mesh: every member refuses the key at its API servers, also one from
+    a `--key-file`. With `-` it can be a key that was created on another node.
     """
     chosen = settings(flags)
     with opened_accounts(chosen) as accounts:
@@ -176,7 +176,7 @@ def revoke(
     import asyncio
 
     asyncio.run(NodeClient(socket_path(chosen)).revoke(tags))
-    render.talk(f"{what} is revoked at all doors of the mesh")
+    render.talk(f"{what} is revoked at all API servers of the mesh")
 
 
 def _is_running(chosen: Settings) -> bool:

@@ -100,16 +100,16 @@ async def _target(
     models: Sequence[str],
 ) -> AsyncIterator[tuple["Target", dict[str, str]]]:
     """Yield what answers, and by which name to ask it for each model of the trace."""
-    from meshllm.bench.targets import BackendTarget, open_door_target
+    from meshllm.bench.targets import BackendTarget, open_http_target
 
     if options.url is not None:
         key = _key(options.key_file) if options.key_file else None
-        async with open_door_target(options.url, key) as door:
+        async with open_http_target(options.url, key) as api_server:
             if options.model is not None:
-                yield door, dict.fromkeys(models, options.model)
+                yield api_server, dict.fromkeys(models, options.model)
             else:
-                found = served_models(models, await door.models())
-                yield door, {name: each.name for name, each in found.items()}
+                found = served_models(models, await api_server.models())
+                yield api_server, {name: each.name for name, each in found.items()}
     elif options.nodes is not None:
         report("loading the ring")
         async with _local(options, chosen, options.nodes) as target:

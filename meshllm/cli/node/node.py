@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshllm.cli.node.door import SETTINGS as DOOR_SETTINGS
-from meshllm.cli.node.door import announce, opened_door
+from meshllm.cli.node.api_server import SETTINGS as API_SETTINGS
+from meshllm.cli.node.api_server import announce, opened_api_server
 from meshllm.cli.shared import complete
 from meshllm.cli.shared.events import Notice, notices, without_progress
 from meshllm.cli.shared.local import import_heavy
@@ -27,7 +27,7 @@ from meshllm.names import Span
 from meshllm.units import listed, parse_duration
 
 if TYPE_CHECKING:
-    from meshllm.api.tcp import Door
+    from meshllm.api.tcp import ApiServer
     from meshllm.node.control import NodeControl
     from meshllm.node.node import MeshNode
     from meshllm.node.options import NodeOptions
@@ -64,7 +64,7 @@ SETTINGS = (
     "model", "listen", "advertise", "relay", "join", "name", "memory", "layers", "policy",
     "members", "replicas", "auto", "keep", "exclude", "prefer", "entry", "trust", "dtype", "quant",
     "device", "threads", "speculation", "draft", "exact", "wire", "prefix_cache", "context",
-    "state", "serve", *DOOR_SETTINGS, "log_format",
+    "state", "serve", *API_SETTINGS, "log_format",
 )  # fmt: skip
 
 
@@ -97,7 +97,7 @@ def node(
     """
     discovery = False if no_discovery else None
     config = load({**flags, "transport": transport, "discovery": discovery})
-    for name in DOOR_SETTINGS:
+    for name in API_SETTINGS:
         if flags.get(name) is not None and config.settings.serve is None:
             flag = f"--{name.replace('_', '-')}"
             raise UserError(
@@ -131,8 +131,8 @@ def run_node(
     chosen = config.settings
     address = None if make_provider else chosen.serve  # `provide` has no such option
     notify = _log if chosen.log_format == "json" else _say
-    with ExitStack() as stack:  # errors of a door are shown before torch is loaded
-        door = address and stack.enter_context(opened_door(chosen, address))
+    with ExitStack() as stack:  # errors of an API server are shown before torch is loaded
+        api_server = address and stack.enter_context(opened_api_server(chosen, address))
         if make_provider is None:
             with render.Status(sys.stderr) as status:
                 status.show("loading torch")
@@ -141,7 +141,7 @@ def run_node(
         from meshllm.node import event_loop
 
         provider = make_provider() if make_provider else None
-        event_loop.run(_run(options, notify, ticket_file, door or None, provider))
+        event_loop.run(_run(options, notify, ticket_file, api_server or None, provider))
 
 
 def set_up(invocation: typer.Context, config: Config) -> None:
@@ -220,7 +220,7 @@ def _check_host(address: str) -> None:
 def _check_dialable(address: str, transports: Sequence[str]) -> None:
     """Raise `UserError` for an address no transport can dial: it would end up in tickets."""
     from meshllm.node.net.endpoints import by_scheme, load_transports
-    from meshllm.node.net.peer_address import Local, permitted
+    from meshllm.node.net.peer_address import LocalAddressPolicy, permitted
 
     loaded = load_transports(transports)
     schemes = by_scheme(loaded)
@@ -229,7 +229,7 @@ def _check_dialable(address: str, transports: Sequence[str]) -> None:
             f"Invalid address `{address}` for {' or '.join(f'`{each.name}`' for each in loaded)}",
             hint=f"start `--advertise` with {' or '.join(f'`{each}:`' for each in schemes)}",
         )
-    if not permitted([address], Local.YES):
+    if not permitted([address], LocalAddressPolicy.YES):
         raise UserError(
             f"Address `{address}` has more than a host and a port: no node would dial it",
             hint="let a reverse proxy forward `/` of a host name to the node",
@@ -248,7 +248,7 @@ async def _run(
     options: "NodeOptions",
     notify: Callable[[Notice], None],
     file: Path | None,
-    door: "Door | None",
+    api_server: "ApiServer | None",
     provider: "Provider | None",
 ) -> None:
     import asyncio
@@ -280,9 +280,9 @@ async def _run(
                 await asyncio.sleep(_POLL_S)
             if options.join is not None:
                 await opened.wait_for_charter()
-            if door is not None:
-                announce(door, await control.models(), opened.first_model)
-                tasks.append(group.create_task(door.serve(control)))
+            if api_server is not None:
+                announce(api_server, await control.models(), opened.first_model)
+                tasks.append(group.create_task(api_server.serve(control)))
             if provider is None:
                 ticket = await _invite(opened, notify, file)
                 if options.relays and ticket:

@@ -65,9 +65,9 @@ def provide(
     """Provide the models of an engine with OpenAI's API to a mesh.
 
     The engine is vLLM, SGLang, llama.cpp, Ollama or any other; it is at `--url`, or started by
-    COMMAND, watched, and started again if it ends. The models that it lists are served by every
-    door of the mesh, beside the model of the ring. Requests travel over the encrypted links of the
-    mesh: the engine needs no open port. The node holds no layers.
+    COMMAND, watched, and started again if it ends. The models that it lists are served by every API
+    server of the mesh, beside the model of the ring. Requests travel over the encrypted links of
+    the mesh: the engine needs no open port. The node holds no layers.
 
     An engine that does not list its model, such as `transformers serve`, needs `--offer`, which can
     also shorten a name. While the engine does not answer, its models are not offered, and

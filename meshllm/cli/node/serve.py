@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshllm.cli.node.door import SETTINGS as DOOR_SETTINGS
-from meshllm.cli.node.door import announce, opened_door, tell
+from meshllm.cli.node.api_server import SETTINGS as API_SETTINGS
+from meshllm.cli.node.api_server import announce, opened_api_server, tell
 from meshllm.cli.node.node import SETTINGS, Transports, print_unit, run_node, set_up
 from meshllm.cli.shared.client import NodeClient, client_ticket, is_running, socket_path
 from meshllm.cli.shared.options import is_given, takes
@@ -34,7 +34,7 @@ Examples:
 """
 
 _OF_NODE = (
-    *(name for name in SETTINGS if name not in {*DOOR_SETTINGS, "state", "log_format"}),
+    *(name for name in SETTINGS if name not in {*API_SETTINGS, "state", "log_format"}),
     "transport", "discovery",
 )  # fmt: skip
 
@@ -62,12 +62,12 @@ def serve(
 ) -> None:
     """Serve the OpenAI-compatible API on TCP.
 
-    The node running on this machine answers, and this command only opens its door; without one it
-    runs a node as `meshllm node` does. stdout is the URL, the variables of OpenAI's clients and a
-    `curl` command. On a loopback address no key is needed. On any other every request needs one of
-    `meshllm key create`, or of `--key-file`. Ctrl-C, SIGTERM or the
-    end of its terminal closes the door, once the requests in progress have ended, for a minute at
-    most; the second Ctrl-C or SIGTERM exits at once.
+    The node running on this machine answers, and this command only starts its API server; without
+    one it runs a node as `meshllm node` does. stdout is the URL, the variables of OpenAI's clients
+    and a `curl` command. On a loopback address no key is needed. On any other every request needs
+    one of `meshllm key create`, or of `--key-file`. Ctrl-C, SIGTERM or the end of its terminal
+    closes the API server, once the requests in progress have ended, for a minute at most; the
+    second Ctrl-C or SIGTERM exits at once.
 
     With `--join` and a ticket of `meshllm ring ticket --role client`, the mesh of the ticket
     answers: this machine holds no layers, and its keys and their usage are its own.
@@ -117,14 +117,14 @@ def _address(invocation: typer.Context, host: str, port: int, known: str | None)
 
 
 async def _serve_running(chosen: Settings, address: str) -> None:
-    """Serve the running node until a signal; the door stays open while that node restarts."""
+    """Serve the running node until a signal; the API server stays open while that node restarts."""
     from meshllm.cli.shared.signals import draining
 
     client = NodeClient(socket_path(chosen))
     served = await client.models()
-    with draining() as drain, opened_door(chosen, address) as door:
-        announce(door, served)
-        await _until_signal(drain, partial(door.serve, client))
+    with draining() as drain, opened_api_server(chosen, address) as api_server:
+        announce(api_server, served)
+        await _until_signal(drain, partial(api_server.serve, client))
 
 
 async def _serve_mesh(chosen: Settings, ticket: "Ticket", address: str) -> None:
@@ -138,12 +138,12 @@ async def _serve_mesh(chosen: Settings, ticket: "Ticket", address: str) -> None:
         async with open_mesh_client(chosen.join or "", state_path(chosen)) as client:
             node = ClientControl(client)
             status = await node.status()
-            with opened_door(chosen, address) as door:
-                announce(door, (*status.models, *status.provided))
+            with opened_api_server(chosen, address) as api_server:
+                announce(api_server, (*status.models, *status.provided))
                 inviter = short(ticket.inviter)
                 text = f"prompts go to the mesh of node `{inviter}`, which made the ticket"
                 tell("client", text, inviter=inviter)
-                await _until_signal(drain, partial(door.serve, node), client.failed)
+                await _until_signal(drain, partial(api_server.serve, node), client.failed)
 
 
 async def _until_signal(

@@ -1,6 +1,6 @@
 """Graceful shutdown: the first SIGINT or SIGTERM drains, the second exits at once.
 
-That is for nodes and doors: what shows or measures something only unwinds.
+That is for nodes and API servers: what shows or measures something only unwinds.
 
 A closed terminal (SIGHUP) drains, too. It does not exit at once: both the system and a shell may
 send one.

@@ -34,7 +34,7 @@ OUTPUTS = 64
 """Outputs of a GEMM block; the number of outputs is a multiple of this."""
 PART = 768
 """Inputs of a GEMM block: as many as fit in the CPU cache."""
-MOST_ROWS = 192
+MAX_ROWS = 192
 """Rows of a GEMM: their sums fit in the CPU cache next to a block of weights."""
 
 _GEMV_OUTPUTS = 16  # outputs of a GEMV block
@@ -132,8 +132,8 @@ class Bf16Matrix:
         count, outputs = self._count(rows), self._outputs
         if outputs % OUTPUTS:
             raise ValueError(f"{outputs} outputs are not a multiple of {OUTPUTS}")
-        if count > MOST_ROWS:
-            return torch.cat([self.gemm(each) for each in torch.split(rows, MOST_ROWS)])
+        if count > MAX_ROWS:
+            return torch.cat([self.gemm(each) for each in torch.split(rows, MAX_ROWS)])
         tiles, part = -(-count // max(_TILE, registers() // 2)) or 1, min(PART, self._inputs)
         each, threads = -(-count // tiles), torch.get_num_threads()
         products = torch.empty(tiles * each, outputs, dtype=torch.bfloat16)

@@ -2,7 +2,7 @@
 
 Theory of operation: on CPUs without bf16 instructions torch multiplies a single row slower than
 memory delivers the weights, two rows three times as slow, and prompts at a fraction of the peak
-rate. There `meshllm.model.kernels.gemm_bf16` multiplies instead: up to `MOST_ROWS` rows in one
+rate. There `meshllm.model.kernels.gemm_bf16` multiplies instead: up to `MAX_ROWS` rows in one
 order of summation, more (prompts) in another. On CPUs with an instruction for pairs of bf16, and
 none for matrices, our kernel multiplies any number of rows in one order: a prompt has the same bits
 whole and in chunks. Where that instruction was measured to be slower than float32 arithmetic, this
@@ -30,7 +30,7 @@ from meshllm.model.modules.kernel_choice import (
 )
 from meshllm.model.modules.quant_matrix import multiplies_matrices
 
-MOST_ROWS = 17
+MAX_ROWS = 17
 """Rows of a batched step, of all its sessions, that have the bits of a single row."""
 DOT_ROWS = 128
 """Most rows for the instruction for pairs, on CPUs that multiply more of them faster otherwise."""
@@ -82,7 +82,7 @@ class CompiledLinear(nn.Linear):
 def _most_rows(*, has_dot: bool, has_gemm: bool) -> float:
     """Return the rows up to which the kernel for few rows multiplies."""
     if not has_dot:
-        return MOST_ROWS
+        return MAX_ROWS
     return DOT_ROWS if has_gemm or multiplies_matrices() else inf
 
 

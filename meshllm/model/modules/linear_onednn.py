@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from meshllm.model.device import is_out_of_memory
 from meshllm.model.hardware import uncached_bytes
 from meshllm.model.modules.linear_bf16 import has_native
-from meshllm.model.modules.probe import MOST_ROWS, probe_matrix, probe_outputs
+from meshllm.model.modules.probe import MAX_ROWS, probe_matrix, probe_outputs
 from meshllm.model.pauses import pause
 
 SMALLEST = 1 << 18  # values; a smaller matrix fits in the CPU cache anyway
-ROWS = (1, 2, 5, 8, 17, MOST_ROWS)
+ROWS = (1, 2, 5, 8, 17, MAX_ROWS)
 """Numbers of rows to compare: of a token, a draft and a prompt, even and odd."""
 GAIN = 0.9  # of the time; a smaller gain is not worth the memory of a copy
 CLEAR_GAIN = 0.5  # of the time; two trials show it

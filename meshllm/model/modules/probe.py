@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-MOST_ROWS = 64
+MAX_ROWS = 64
 """Rows of a probe."""
 
 _VALUES = 1 << 23  # of a probe of many inputs; torch's plain kernels may take a second for 2^26
@@ -37,4 +37,4 @@ def probe_matrix(like: nn.Linear) -> tuple[nn.Linear, Tensor]:
     if like.bias is not None:  # as small as the rounding error
         bias = torch.randn(like.out_features, generator=generator) * 1e-5
         plain.bias = nn.Parameter(bias.to(dtype))
-    return plain, draw(MOST_ROWS, 1)
+    return plain, draw(MAX_ROWS, 1)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from meshllm.model.device import CPU
 from meshllm.model.modules import quant_matrix
-from meshllm.model.modules.linear_bf16 import MOST_ROWS, CompiledLinear
+from meshllm.model.modules.linear_bf16 import MAX_ROWS, CompiledLinear
 from meshllm.model.modules.linear_onednn import PackedLinear, replace_linears
 from meshllm.model.modules.linear_padded import find_min_rows, pad_linears, unpad_linears
 from meshllm.model.modules.quant_linear import QuantLinear
@@ -44,7 +44,7 @@ def replace_modules(  # noqa: PLR0913 -- keyword options
         return ""
     if whole is not None:
         dtype = next(whole.parameters()).dtype
-        floors = find_min_rows(whole, dtype, range(1, MOST_ROWS + 1))
+        floors = find_min_rows(whole, dtype, range(1, MAX_ROWS + 1))
         if floors is None or not pad_linears(model, floors):
             return "this CPU, or a special linear module, sums few rows in another order than many"
         fuse_rms_norms(model)
@@ -68,7 +68,7 @@ def most_invariant_rows(model: nn.Module) -> float:
             case nn.Embedding():
                 pass
             case _ if any(_is_matrix(each) for each in module.parameters(recurse=False)):
-                most = min(most, MOST_ROWS)
+                most = min(most, MAX_ROWS)
             case _:
                 pass
     return most

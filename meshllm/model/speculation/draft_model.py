@@ -24,7 +24,7 @@ from meshllm.errors import ModelError
 from meshllm.model.capacity import shape_of
 from meshllm.model.device import CPU
 from meshllm.model.files.source import Source
-from meshllm.model.modules.linear_bf16 import MOST_ROWS
+from meshllm.model.modules.linear_bf16 import MAX_ROWS
 from meshllm.model.parity.check import check
 from meshllm.model.shape import ModelShape
 from meshllm.model.split.kv_cache import SpanCache
@@ -36,7 +36,7 @@ from meshllm.names import Span
 
 CHUNK = 128  # tokens of a prefill chunk; other work waits for it
 STRIDE = 32  # tokens that take about the time of one: the weights are read once
-LEAST_CACHED = 4096  # tokens of all caches, if the weights take less than these
+MIN_CACHED = 4096  # tokens of all caches, if the weights take less than these
 LEAST = 0.2  # probability that the whole draft is accepted; below it one more token costs too much
 LEVELS = (0.4, 0.6, 0.75)
 """Probabilities of the next draft token at which confidence rises: between the acceptance rates
@@ -72,7 +72,7 @@ class Draft:
     @property
     def most_cached(self) -> int:
         """Most tokens of all KV caches."""
-        return max(LEAST_CACHED, self.weight_bytes // max(1, self.token_bytes))
+        return max(MIN_CACHED, self.weight_bytes // max(1, self.token_bytes))
 
     def load(self, device: torch.device = CPU) -> "ModelDrafting":
         """Load the whole model in its stored dtype.
@@ -114,7 +114,7 @@ class ModelDrafting:
         self._spare: tuple[Hashable, list[int], SpanCache] | None = None
         whole = Span(0, draft.shape.layers)
         shard = load_shard(draft.source, whole, embed=True, head=True, device=device)
-        self._runner = Runner(shard, (MOST_ROWS,))
+        self._runner = Runner(shard, (MAX_ROWS,))
         self.read([0], self.new_cache())  # the first call is slower
 
     def begin(self, scope: Hashable = None) -> "ModelDrafter":

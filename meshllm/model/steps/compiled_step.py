@@ -41,7 +41,7 @@ from meshllm.model.steps.trace import (
 
 INPUTS = 2
 """Tensors that a trace begins with: rows, and their positions."""
-MOST_PLANS = 16
+MAX_PLANS = 16
 """Plans in the LRU cache; peers may request any division of rows among sessions."""
 
 _LINE = 64  # bytes; blocks are aligned to it, as torch's own are
@@ -215,7 +215,7 @@ class CompiledStep:
     def _find(self, rows: tuple[int, ...]) -> _Plan:
         """Return the plan for these rows; make it if needed, and evict the least recently used."""
         self._plans[rows] = plan = self._plans.pop(rows, None) or self._plan(rows)
-        if len(self._plans) > MOST_PLANS:
+        if len(self._plans) > MAX_PLANS:
             del self._plans[next(iter(self._plans))]
         return plan
 

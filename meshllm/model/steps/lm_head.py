@@ -23,7 +23,7 @@ from meshllm.model.steps.load import load_shard
 from meshllm.model.steps.trial import trial_key
 from meshllm.names import Span
 
-LEAST_OUTPUTS = 1 << 13
+MIN_OUTPUTS = 1 << 13
 """Tokens of the vocabulary; a part of a smaller one might use another kernel than the whole."""
 LEAST = 1 << 23
 """Elements of the matrix; half of a smaller one takes no longer than sending its logits."""
@@ -60,7 +60,7 @@ def find_parts(source: Source, shape: ModelShape, cache: Path | None = None) -> 
 
 def parts_of(outputs: int, inputs: int) -> Parts | None:
     """Split a head by its size; None if it is too small or not a multiple of `BLOCK`."""
-    if outputs < LEAST_OUTPUTS or outputs % BLOCK or outputs * inputs < LEAST:
+    if outputs < MIN_OUTPUTS or outputs % BLOCK or outputs * inputs < LEAST:
         return None
     middle = outputs // (2 * BLOCK) * BLOCK
     return range(middle), range(middle, outputs)

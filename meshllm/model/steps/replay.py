@@ -37,9 +37,9 @@ CHECKS = 2
 """Steps after the trace that are run both ways and compared."""
 STEPS_BEFORE_REPLAY = EAGER_STEPS + 1 + CHECKS
 """Steps of the same number of rows before the next ones are replayed."""
-MOST_PADDING = 1 / 3
+MAX_PADDING = 1 / 3
 """A step is padded by this fraction of its rows at most."""
-MOST_TRIES = 16
+MAX_TRIES = 16
 """Steps that are traced or run both ways, at most; those with NaN prove nothing."""
 
 _DTYPES = torch.int64, torch.bfloat16  # of token ids, and of hidden states
@@ -122,7 +122,7 @@ class Replay:
             return forward(x, places)
         state.tries += 1
         self.prepared += 1
-        if state.tries > MOST_TRIES:
+        if state.tries > MAX_TRIES:
             self._disable(state, x, "too many of them have NaN")
             return forward(x, places)
         if state.compiled:
@@ -135,7 +135,7 @@ class Replay:
             return state.compiled
         if state.tries or state.unfit or self._wanted == x.shape[1]:
             return None
-        least, most = x.shape[1], (1 + MOST_PADDING) * x.shape[1]
+        least, most = x.shape[1], (1 + MAX_PADDING) * x.shape[1]
         larger = (
             (rows, each.compiled)
             for (rows, used), each in self._states.items()

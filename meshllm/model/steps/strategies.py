@@ -32,7 +32,7 @@ from meshllm.model.device import (
     to_device,
     to_host,
 )
-from meshllm.model.modules.linear_bf16 import MOST_ROWS
+from meshllm.model.modules.linear_bf16 import MAX_ROWS
 from meshllm.model.modules.replacement import (
     most_invariant_rows,
     replace_modules,
@@ -63,7 +63,7 @@ from meshllm.model.steps.replay import CHECKS, Replay
 from meshllm.model.steps.trace import NotReplayable, Tracer
 from meshllm.model.steps.trial import BEFORE, TRIED, CachedTrial, draw_rows, read_prompt
 
-RECOMPUTED_ROWS = 7 * MOST_ROWS
+RECOMPUTED_ROWS = 7 * MAX_ROWS
 """Rows of a session that are computed again in one pass, where the kernels of matrices allow."""
 
 BATCH_ROWS = 7, 8
@@ -169,7 +169,7 @@ class InvariantSteps:
     def __init__(self, shard: Shard, counts: frozenset[int]) -> None:
         """Run the rows of a session in one pass if their number is in ``counts``."""
         self.counts, self.shard = counts, shard
-        self.most_recomputed = MOST_ROWS
+        self.most_recomputed = MAX_ROWS
         """Rows of a session in one pass, at most, when they are computed again."""
         self.untried: StepTrial | None = None
         """Tries `RECOMPUTED_ROWS` in the warm-up; None if they were tried, or cannot be used."""
@@ -213,13 +213,13 @@ class InvariantSteps:
     def try_recompute(self, trial: StepTrial) -> None:
         """Recompute `RECOMPUTED_ROWS` at a time, if they are like those of steps."""
         tried = copy(self)  # in pauses, steps run with the counts that were tried before
-        tried.counts = self.counts | {MOST_ROWS, RECOMPUTED_ROWS}
+        tried.counts = self.counts | {MAX_ROWS, RECOMPUTED_ROWS}
         try:
             reason = trial(self.shard, tried, RECOMPUTED_ROWS)
         except PROBE_ERRORS as error:  # such as more rows than the model has positions
             reason = f"{type(error).__name__}: {error}"
         if reason:
-            logger.warning("%d rows at a time are computed again, not more: %s", MOST_ROWS, reason)
+            logger.warning("%d rows at a time are computed again, not more: %s", MAX_ROWS, reason)
         else:
             self.most_recomputed = RECOMPUTED_ROWS
 
@@ -326,7 +326,7 @@ class ReplayedSteps:
 
 
 class GraphSteps:
-    """Up to `MOST_ROWS` rows of all sessions in one launch of a CUDA graph."""
+    """Up to `MAX_ROWS` rows of all sessions in one launch of a CUDA graph."""
 
     def __init__(self, shard: Shard) -> None:
         """Capture the graph.
@@ -335,9 +335,9 @@ class GraphSteps:
             NotReplayable: the forward depends on more than the inputs of a graph.
         """
         self._stock = StockSteps(shard)
-        self._graph = graph = Graph(shard, MOST_ROWS)
+        self._graph = graph = Graph(shard, MAX_ROWS)
         self.attention = switch = AttentionSwitch(shard)  # the graph does not own it
-        rows = draw_rows(shard, MOST_ROWS)
+        rows = draw_rows(shard, MAX_ROWS)
 
         def forward(x: Tensor, cache: SpanCache | None, places: Tensor) -> Tensor:
             with switch.using(graph.attend):
@@ -360,8 +360,8 @@ class GraphSteps:
         outputs = list[Tensor]()
         for group in _groups(parts):
             x, rows = torch.cat(list(parts[group]), 1), [part.shape[1] for part in parts[group]]
-            if x.shape[1] > MOST_ROWS:  # one part
-                pieces = torch.split(x, MOST_ROWS, 1)
+            if x.shape[1] > MAX_ROWS:  # one part
+                pieces = torch.split(x, MAX_ROWS, 1)
                 given = [self._graph.step(each, caches[group], [each.shape[1]]) for each in pieces]
                 outputs.append(torch.cat(given, 1))
             else:
@@ -378,7 +378,7 @@ class GraphSteps:
 
     def runs_in_one_pass(self, rows: int) -> bool:
         """Return whether so many rows of a session run in one pass."""
-        return rows <= MOST_ROWS
+        return rows <= MAX_ROWS
 
 
 class NotInvariant(Exception):
@@ -482,7 +482,7 @@ def _on_gpu(shard: Shard, trial: StepTrial) -> tuple[Steps, Execution]:
     if reason := graph_obstacle(shard.new_cache()):
         raise NotInvariant(reason)
     steps = GraphSteps(shard)
-    _try(shard, steps, trial, MOST_ROWS)
+    _try(shard, steps, trial, MAX_ROWS)
     return steps, _execution(shard, Strategy.GRAPH, "own")
 
 
@@ -532,7 +532,7 @@ def _fill(steps: Steps, x: Tensor, cache: SpanCache, *, is_step: bool) -> None:
 def _in_groups(
     run: Run, counts: frozenset[int], parts: Sequence[Tensor], caches: Caches
 ) -> list[Tensor]:
-    """Run rows of sessions, up to `MOST_ROWS` per pass; a part that is alone in its group runs
+    """Run rows of sessions, up to `MAX_ROWS` per pass; a part that is alone in its group runs
     one row at a time unless its number of rows is in ``counts``.
     """
     outputs = list[Tensor]()
@@ -547,13 +547,13 @@ def _in_groups(
 
 
 def _groups(parts: Sequence[Tensor]) -> Iterator[slice]:
-    """Group parts so that each group has at most `MOST_ROWS` rows or is a single part."""
+    """Group parts so that each group has at most `MAX_ROWS` rows or is a single part."""
     if len(parts) == 1:
         yield slice(0, 1)
         return
     at = 0
     while at < len(parts):
         totals = accumulate(part.shape[1] for part in parts[at:])
-        stop = at + max(1, sum(total <= MOST_ROWS for total in totals))
+        stop = at + max(1, sum(total <= MAX_ROWS for total in totals))
         yield slice(at, stop)
         at = stop

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from meshllm.model.device import CPU, name_of, to_device, to_host
 from meshllm.model.json_cache import load_cached, model_code, store_cached
 from meshllm.model.kernels.jit import machine
-from meshllm.model.modules.linear_bf16 import MOST_ROWS
+from meshllm.model.modules.linear_bf16 import MAX_ROWS
 from meshllm.model.modules.quant_linear import QuantLinear
 from meshllm.model.pauses import pause
 from meshllm.model.split.kv_cache import SpanCache
@@ -68,7 +68,7 @@ def run_untested(shard: Shard, steps: TestedSteps, most: int = TRIED) -> str:
     """Run a prompt and steps, and compare nothing: what is only timed generates no text."""
     x, cache = draw_rows(shard, most), shard.new_cache()
     steps.prefill(x[:, :BEFORE], cache)
-    steps.step(x[:, BEFORE : BEFORE + MOST_ROWS], cache)
+    steps.step(x[:, BEFORE : BEFORE + MAX_ROWS], cache)
     return ""
 
 
@@ -125,7 +125,7 @@ def trial_key(config: Any, device: torch.device, *what: str | float) -> tuple[st
 def try_steps(shard: Shard, steps: TestedSteps, most: int = TRIED) -> str:
     """Return why steps of ``most`` rows differ from single rows or the stock forward; or "".
 
-    More than `MOST_ROWS` rows are compared with steps of so many.
+    More than `MAX_ROWS` rows are compared with steps of so many.
     """
     device = shard.device
     layers = (
@@ -136,7 +136,7 @@ def try_steps(shard: Shard, steps: TestedSteps, most: int = TRIED) -> str:
         rows, filled = x[:, BEFORE:], read_prompt(shard, x)
         cache = filled()
         rest()
-        each = 1 if most <= MOST_ROWS else MOST_ROWS
+        each = 1 if most <= MAX_ROWS else MAX_ROWS
         alone = torch.cat([steps.step(part, cache) for part in torch.split(rows, each, 1)], 1)
         rest()
         together = steps.step(rows, filled())

@@ -35,7 +35,7 @@ Failed: TypeAlias = Callable[[ModelKey, ModelError], None]
 """Called with a model that cannot be served here, and why."""
 
 
-class FurtherRing:
+class SecondaryRing:
     """One further ring, until it has ended."""
 
     def __init__(self, parts: NodeParts, group: GroupId, memory: int) -> None:
@@ -106,11 +106,11 @@ class FurtherRing:
             self.server.member.end(self._group)
 
 
-class FurtherRings:
+class SecondaryRings:
     """Begins, resizes and ends further rings as the records name them."""
 
     def __init__(self, parts: NodeParts, failed: Failed) -> None:
-        self.rings: dict[GroupId, FurtherRing] = {}
+        self.rings: dict[GroupId, SecondaryRing] = {}
         """Those that have not ended."""
         self.next_first: GroupId | None = None
         """The group that will be the first ring of this node."""
@@ -156,7 +156,7 @@ class FurtherRings:
         return not self.rings.keys() <= set(wanted)
 
     def _begin(self, group: GroupId, memory: int) -> None:
-        ring = self.rings[group] = FurtherRing(self._parts, group, memory)
+        ring = self.rings[group] = SecondaryRing(self._parts, group, memory)
         ring.begin(partial(self._give_up, group), partial(self._ended, group))
 
     def _give_up(self, group: GroupId, model: ModelKey, error: ModelError) -> None:

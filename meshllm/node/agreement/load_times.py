@@ -7,17 +7,17 @@ already, nobody knows here how long it has been loading.
 
 from meshllm.names import ModelKey
 from meshllm.node.timer import loop_time
-from meshllm.protocol.agreement.load_estimate import PastLoad, retry_s
+from meshllm.protocol.agreement.load_estimate import PastModelLoad, retry_s
 
 
-class LoadTimes:
+class ModelLoadTimes:
     """The models that requests wait for at one node, and the last one that was loaded."""
 
     def __init__(self) -> None:
         self._since: dict[ModelKey, float] = {}  # the first request of each, in loop time
         self._begun: dict[ModelKey, float] = {}  # when each was first seen to have a plan
         self._unplanned: set[ModelKey] = set()  # those that were seen without one before
-        self._last: PastLoad | None = None
+        self._last: PastModelLoad | None = None
 
     @property
     def awaited(self) -> tuple[ModelKey, ...]:
@@ -42,7 +42,7 @@ class LoadTimes:
         """Note that a ring serves an awaited model, with so many bytes in its largest span."""
         seconds = loop_time() - self._begun.get(model, loop_time())
         if model in self._unplanned and span_bytes and seconds:  # 0: it was loaded already
-            self._last = PastLoad(span_bytes, seconds)
+            self._last = PastModelLoad(span_bytes, seconds)
         self.forget(model)
 
     def forget(self, model: ModelKey) -> None:

@@ -24,7 +24,7 @@ from meshllm.protocol.weights.holders import missing_parts, needed_parts
 LOAD_S = 60.0  # s until a node of a plan must have loaded its span,
 LOAD_BYTES_PER_S = 10e6  # and for its bytes, from a slow disk,
 FETCH_BYTES_PER_S = 1e6  # or from other nodes over a slow network
-MOST_UNLOADS = 3  # times that a node of a plan may say that it has not loaded any more
+MAX_UNLOADS = 3  # times that a node of a plan may say that it has not loaded any more
 RENEWALS = 3  # times in a row that a check which is late is repeated
 _CHECK_S = LINK_S + 1.0  # more than the rounding error by which a timer may be early
 
@@ -54,7 +54,7 @@ def is_formed(machine: Mesh, plan: Plan) -> bool:
     return all(has_loaded(machine, plan, stage.node) for stage in plan.stages)
 
 
-class LoadWatch:
+class ModelLoadWatch:
     """The time that the nodes of the plan in force have to load and to link."""
 
     def __init__(
@@ -114,7 +114,7 @@ class LoadWatch:
             elif node in self._loaded:
                 self._loaded.discard(node)
                 self._unloads[node] += 1
-                if self._unloads[node] <= MOST_UNLOADS:
+                if self._unloads[node] <= MAX_UNLOADS:
                     self._await_load(plan, node)
                 elif node != self._machine.me:
                     self._report(node, "loads its layers again and again")

@@ -40,7 +40,7 @@ SMALLER = 0.9  # factor on the weights of a span that did not fit into memory
 SLOW = 2.0  # change of the speed that is published, as a factor
 FAST = 1.4  # change of the speed, as a factor, up to which it is as measured
 STILL_FAST = 0.85  # times as slow as measured, and less: as fast as before, if that was faster
-MOST_SLOW = 64.0  # times as slow as measured that are published
+MAX_SLOW = 64.0  # times as slow as measured that are published
 RESTORE_S, LAST_RESTORE_S = 600.0, 6 * 3600.0  # s; then a slow node may get layers again
 WATCH_S = 1.0  # s between two checks of the speed, and of a compute thread that hangs
 
@@ -218,7 +218,7 @@ class NodeOffer:
             return
         seen_s, now = runtime.take_layer_s() if runtime else None, loop_time()
         if seen_s is not None:
-            slow = max(1 / MOST_SLOW, min(seen_s / measured[0][1], MOST_SLOW))
+            slow = max(1 / MAX_SLOW, min(seen_s / measured[0][1], MAX_SLOW))
             least = 1 / FAST if self._slow >= 1.0 else STILL_FAST
             slow, self._slow_since = 1.0 if least < slow <= FAST else slow, now
         elif self._slow > 1.0 and now - self._slow_since >= self._restore_s:

@@ -29,7 +29,7 @@ from meshllm.protocol.membership.records import (
     RingMembership,
     StateRecord,
 )
-from meshllm.protocol.membership.strikes import FAULTS_S, MAX_FAULTS, Strikes
+from meshllm.protocol.membership.strikes import FAULTS_S, MAX_FAULTS, FaultCounter
 
 if TYPE_CHECKING:  # a provider holds no layers, and imports no torch
     from meshllm.model.steps.runner import Runner
@@ -93,7 +93,7 @@ class OwnState:
         self._links = links
         self._call_later = call_later
         self._published = StateRecord()
-        self._faults = Strikes(MAX_FAULTS, FAULTS_S)
+        self._faults = FaultCounter(MAX_FAULTS, FAULTS_S)
 
     @property
     def members(self) -> list[RingMember]:

@@ -49,8 +49,10 @@ class PlanFollower:
         agreement, now = self._planner.agreement, loop_time()
         if (runtime := self._member.runtime) is None:
             return
-        outlook = self._member.outlook(agreement.plan if agreement else None, self._settle_s())
-        for action in self._change.look(outlook, now):
+        plan_change_input = self._member.plan_change_input(
+            agreement.plan if agreement else None, self._settle_s()
+        )
+        for action in self._change.look(plan_change_input, now):
             match action:
                 case Prepare(plan):
                     runtime.prepare(plan, is_urgent=True)

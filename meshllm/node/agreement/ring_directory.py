@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, aclosing, asynccontextmanager
 from meshllm.errors import LinkLost, ModelMissing
 from meshllm.names import GroupId, LossCause, ModelKey, NodeId, RingEntry, short, show
 from meshllm.node.agreement.explanation import explain_loss
-from meshllm.node.agreement.load_times import LoadTimes
+from meshllm.node.agreement.load_times import ModelLoadTimes
 from meshllm.node.agreement.load_watch import has_loaded, is_formed
 from meshllm.node.agreement.own_state import OwnState
 from meshllm.node.agreement.ring_member import RingMember
@@ -33,7 +33,7 @@ class RingDirectory:
         self._machine = machine
         self._links = links
         self._own = own
-        self._loads = LoadTimes()
+        self._loads = ModelLoadTimes()
 
     @property
     def loads_until(self) -> float:
@@ -225,7 +225,7 @@ class RingDirectory:
 
     @asynccontextmanager
     async def backend(
-        self, asker: NodeId | None = None, model: str = "", group: GroupId | None = None
+        self, requester: NodeId | None = None, model: str = "", group: GroupId | None = None
     ) -> AsyncIterator[Backend]:
         """Serve an asker as a provider or as the entry, and keep the plan from changing meanwhile.
 
@@ -247,7 +247,7 @@ class RingDirectory:
             entry, plan, own = await at.serving()
             from meshllm.node.session.text import RingBackend
 
-            yield RingBackend(entry, own.worker, await own.text(), plan, asker, self.name_of)
+            yield RingBackend(entry, own.worker, await own.text(), plan, requester, self.name_of)
 
     def _wanted(self, model: str) -> Charter | None:
         """Return the charter of a model of the mesh, of the first if it is not named."""

@@ -10,7 +10,7 @@ must not change, see `PlanHold`.
 
 A neighbour that sends invalid data again and again is published as faulty, and so are a node of the
 plan that does not load its span in time, and a neighbour that has and does not link, see
-`LoadWatch`. No plan makes the two neighbours again until `FAULTS_S` have passed.
+`ModelLoadWatch`. No plan makes the two neighbours again until `FAULTS_S` have passed.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Protocol
 from meshllm.errors import LinkLost, MeshError, UserError
 from meshllm.names import FIRST_GROUP, GroupId, LossCause, NodeId
 from meshllm.node.agreement.explanation import explain_loss, loading_layers
-from meshllm.node.agreement.load_watch import LoadWatch, has_loaded, is_formed
+from meshllm.node.agreement.load_watch import ModelLoadWatch, has_loaded, is_formed
 from meshllm.node.agreement.plan_hold import PlanHold
 from meshllm.node.net.mesh_link import MeshLinks
 from meshllm.node.net.secure import SecureLink
@@ -35,9 +35,9 @@ from meshllm.protocol.membership.mesh import Mesh
 from meshllm.protocol.membership.records import Lifecycle, RingMembership
 from meshllm.protocol.planning.chunking import RingTimes, ring_times
 from meshllm.protocol.planning.plan import Plan
-from meshllm.protocol.planning.problem import kv_rooms
+from meshllm.protocol.planning.problem import kv_capacities
 from meshllm.protocol.ring.interruption import RecomputedRows
-from meshllm.protocol.ring.plan_change import Outlook
+from meshllm.protocol.ring.plan_change import PlanChangeInput
 
 if TYPE_CHECKING:  # a provider holds no layers, and imports no torch
     from meshllm.node.ring.model_runtime import ModelRuntime
@@ -106,7 +106,7 @@ class RingMember:
         self._followed = b""
         self._loaded: Plan | None = None  # the plan whose span this node holds
         self._rows = RecomputedRows()
-        self._watch = LoadWatch(machine, host.put_out, call_later)
+        self._watch = ModelLoadWatch(machine, host.put_out, call_later)
 
     @property
     def plan(self) -> Plan | None:
@@ -212,14 +212,14 @@ class RingMember:
         if self.runtime and self.plan:
             self.runtime.formed(is_formed=is_formed(self._machine, self.plan))
 
-    def outlook(self, plan: Plan | None, settle_s: float) -> Outlook:
+    def plan_change_input(self, plan: Plan | None, settle_s: float) -> PlanChangeInput:
         """Return what is known here about following a plan that was agreed on."""
         machine, followed = self._machine, self.plan
         is_whole = followed is not None and is_formed(machine, followed)
         if followed and followed.rank(machine.me) is not None:
             is_whole &= self.rank is not None
         if plan is None:
-            return Outlook(plan, followed, settle_s, is_whole)
+            return PlanChangeInput(plan, followed, settle_s, is_whole)
         here = {
             node: machine.states[node].in_ring(self.group)
             for node in machine.alive
@@ -230,7 +230,7 @@ class RingMember:
         prepared = {node for node, state in here.items() if state.prepared == digest} | begun
         others = begun.intersection(stage.node for stage in plan.stages) - {machine.me}
         leaving = self._leaving(followed).intersection(here)
-        return Outlook(plan, followed, settle_s, is_whole, bool(others), prepared, leaving)
+        return PlanChangeInput(plan, followed, settle_s, is_whole, bool(others), prepared, leaving)
 
     def waits_for_lost(self, agreement: Agreement) -> bool:
         """Return whether there is no plan without nodes that are lost, and the old one may go on.
@@ -326,7 +326,7 @@ class RingMember:
         if agreement is None or charter is None:
             return None
         try:
-            return kv_rooms(plan, agreement.offers, charter.shape)
+            return kv_capacities(plan, agreement.offers, charter.shape)
         except UserError:  # a member has left, and a new plan will follow
             return None
 

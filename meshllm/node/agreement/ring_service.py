@@ -5,7 +5,7 @@ Theory of operation
 A mesh that serves several models, or replicas, has a ring for each. If the records name another
 first ring than that of the node, it retracts its offer, leaves the ring, which goes on without it,
 and begins again with the other model, see `RingServer`. Meanwhile it serves in the further rings
-that the records name, see `FurtherRings`.
+that the records name, see `SecondaryRings`.
 
 A model that cannot be opened ends the node if it can serve no other one, except for a lack of
 memory, which may pass: the node stays a member, says so, and tries again with backoff. As it offers
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from meshllm.errors import ModelError, ModelMissing, OutOfMemory
 from meshllm.names import GroupId, ModelKey
-from meshllm.node.agreement.further_rings import MOVE_S, FurtherRings
+from meshllm.node.agreement.further_rings import MOVE_S, SecondaryRings
 from meshllm.node.agreement.plan_follower import SETTLE_S
 from meshllm.node.agreement.ring_directory import RingDirectory
 from meshllm.node.agreement.ring_server import NodeParts, RingServer
@@ -49,7 +49,7 @@ class RingService:
     def __init__(self, parts: NodeParts) -> None:
         self.first = RingServer(parts, parts.state.first, parts.offer, self._regrouped)
         """The first ring of this node."""
-        self.further = FurtherRings(parts, self._give_up)
+        self.further = SecondaryRings(parts, self._give_up)
         self._parts = parts
         self._charter_known = asyncio.Event()
         self._moving = asyncio.Event()

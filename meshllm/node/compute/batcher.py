@@ -3,7 +3,7 @@
 Steps submitted while the compute thread is busy wait, and the next batch takes all of them: the
 cost of a step is reading the weights, which the steps of a batch share. Chunks of prompts run one
 by one, those of the prompt with the fewest rows left first: prompts that took turns would all end
-late. The oldest chunk is overtaken `MOST_OVERTAKEN` times at most, so that short prompts do not
+late. The oldest chunk is overtaken `MAX_OVERTAKEN` times at most, so that short prompts do not
 starve a long one. While both wait they take turns, one batch and one chunk, so that a running
 session waits for one chunk at most, and a prompt for one batch per chunk. The jobs of one session
 stay in order.
@@ -30,7 +30,7 @@ from meshllm.node.compute.worker import Worker, as_exception
 
 logger = logging.getLogger(__name__)
 
-MOST_OVERTAKEN = 3
+MAX_OVERTAKEN = 3
 """Chunks of shorter prompts that run before the oldest one."""
 
 Job = TypeVar("Job")
@@ -240,7 +240,7 @@ class Batcher(Generic[Job]):
 
     def _next_alone(self, first: Mapping[SessionId, int]) -> _LoneJob | None:
         """Return the other job that is next; only the ``first`` of a session can be."""
-        if not self._alone or self._overtaken >= MOST_OVERTAKEN:
+        if not self._alone or self._overtaken >= MAX_OVERTAKEN:
             return self._alone[0] if self._alone else None
         ready = (alone for alone in self._alone if alone.number == first[alone.session])
         return min(ready, key=lambda alone: (alone.left, alone.number))

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshllm.protocol.session.messages import Spent, Tally
+from meshllm.protocol.session.messages import JobTimes, RankStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class GenerationTimes:
     """One per rank whose tally is known, the entry first."""
 
 
-class Gauge:
+class GenerationTimer:
     """Collects the times of one generation on the entry; ``now`` is seconds on one clock."""
 
     def __init__(self, begin: float) -> None:
@@ -43,7 +43,7 @@ class Gauge:
         self._first: float | None = None
         self._latest = begin
         self._tokens = 0  # after the first
-        self._spent = Spent(0, 0, 0)
+        self._spent = JobTimes(0, 0, 0)
         self._steps = 0
         self._bytes = 0
         self._trips = 0
@@ -51,7 +51,7 @@ class Gauge:
         self._left: tuple[int, float] | None = None  # end and time of a step into an empty ring
         self._flying: deque[int] = deque()  # end positions of the steps in flight
 
-    def computed(self, spent: Spent) -> None:
+    def computed(self, spent: JobTimes) -> None:
         """Add the time of a job for a decode step."""
         self._spent += spent
 
@@ -86,13 +86,13 @@ class Gauge:
         self._latest = now
 
     def measured(
-        self, tallies: Sequence[Tally], round_trip_us: int, reused: int = 0
+        self, tallies: Sequence[RankStats], round_trip_us: int, reused: int = 0
     ) -> GenerationTimes:
         """Return the figures; wire time is what a round trip took beyond the time of the ranks."""
         first = self._latest if self._first is None else self._first
         token_s = (self._latest - first) / self._tokens if self._tokens else 0.0
         per_step = self._tokens / self._steps if self._steps else 0.0
-        own = Tally(
+        own = RankStats(
             spent=self._spent,
             steps=self._steps,
             bytes_sent=self._bytes,
@@ -101,7 +101,7 @@ class Gauge:
         hops = self._hops((own, *tallies))
         return GenerationTimes(first - self._begin, token_s, per_step, reused, hops)
 
-    def _hops(self, tallies: Sequence[Tally]) -> tuple[Hop, ...]:
+    def _hops(self, tallies: Sequence[RankStats]) -> tuple[Hop, ...]:
         behind = sum(tally.spent.total_us / max(1, tally.steps) for tally in tallies[1:])  # us
         trip_s = self._trip_s / max(1, self._trips)
         wire_s = max(0.0, trip_s - behind / 1e6) if len(tallies) > 1 else 0.0
@@ -114,7 +114,7 @@ class Gauge:
         )
 
 
-def _hop(tally: Tally, wire_s: float) -> Hop:
+def _hop(tally: RankStats, wire_s: float) -> Hop:
     steps, spent = max(1, tally.steps), tally.spent
     return Hop(
         compute_s=spent.compute_us / 1e6 / steps,

@@ -2,7 +2,7 @@
 
 import time
 
-from meshllm.protocol.session.messages import Spent
+from meshllm.protocol.session.messages import JobTimes
 
 
 class Stopwatch:
@@ -37,9 +37,9 @@ class Stopwatch:
         return self._compute_ns // 1000
 
     @property
-    def spent(self) -> Spent:
+    def spent(self) -> JobTimes:
         """Time recorded so far."""
-        return Spent(self.compute_us, self._serialise_ns // 1000, self._queue_ns // 1000)
+        return JobTimes(self.compute_us, self._serialise_ns // 1000, self._queue_ns // 1000)
 
     def _lap(self) -> int:
         before, self._latest = self._latest, time.perf_counter_ns()

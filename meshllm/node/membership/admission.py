@@ -42,7 +42,7 @@ class MemberAdmission:
             if not (invitation.is_expired(now) or self._is_closed(invitation)):
                 yield guest_psk(invitation.secret)
 
-    async def judge(
+    async def authorize(
         self, peer: NodeId, proof: Credential | TicketProof, purpose: Purpose, instance: int
     ) -> Credential:
         """Return the dialer's verified credential, or a new one for its ticket."""

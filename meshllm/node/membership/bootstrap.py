@@ -19,11 +19,11 @@ from meshllm.node.membership.state_store import StateStore
 from meshllm.node.net.beacon import GuestBeacons, Heard, open_beacon
 from meshllm.node.net.dialer import NodeDialer
 from meshllm.node.net.endpoints import by_scheme
-from meshllm.node.net.peer_address import Local
+from meshllm.node.net.peer_address import LocalAddressPolicy
 from meshllm.node.net.secure import HandshakeClosed, SecureLink
 from meshllm.node.options import NodeOptions
 from meshllm.protocol.trust.credential import TOO_FAR, Credential, Role
-from meshllm.protocol.trust.handshake import Own, Purpose
+from meshllm.protocol.trust.handshake import LocalIdentity, Purpose
 from meshllm.protocol.trust.ticket import Ticket, parse_ticket
 from meshllm.transport.contract import Transport
 
@@ -147,7 +147,7 @@ async def dial_inviter(
         NotAuthorised: the inviter rejects the ticket, or it has expired.
     """
     _refuse_unreachable(ticket, transports, discovery=discovery)
-    dialer = NodeDialer(by_scheme(transports), Own(store.key, instance, ticket))
+    dialer = NodeDialer(by_scheme(transports), LocalIdentity(store.key, instance, ticket))
     heard: dict[NodeId, tuple[str, ...]] = {}
 
     def hear(node: NodeId, addresses: tuple[str, ...]) -> None:
@@ -182,7 +182,7 @@ async def _dial_until_answered(
                     Purpose.MESH,
                     expect=ticket.inviter,
                     removals={},
-                    local=Local.YES,
+                    local=LocalAddressPolicy.YES,
                 )
         except LinkLost as error:
             closed = closed + 1 if isinstance(error, HandshakeClosed) else 0

@@ -12,7 +12,7 @@ from meshllm.errors import PeerFault, UserError
 from meshllm.names import NODE_ID_BYTES, NodeId
 from meshllm.node.event_loop import OffLoop
 from meshllm.node.membership.state_store import FILE, StateStore
-from meshllm.node.net.peer_address import Local, permitted
+from meshllm.node.net.peer_address import LocalAddressPolicy, permitted
 from meshllm.protocol.membership.gossip import Item
 from meshllm.protocol.membership.mesh import Mesh
 from meshllm.protocol.membership.records import MAX_MEMBERS, Lifecycle
@@ -40,7 +40,7 @@ class SavedRecords:
     """Nodes that left the mesh, and may return."""
 
     @classmethod
-    def of(cls, machine: Mesh, local_of: Callable[[NodeId], Local]) -> Self:
+    def of(cls, machine: Mesh, local_of: Callable[[NodeId], LocalAddressPolicy]) -> Self:
         """Take a snapshot, for another thread; only addresses that may be dialled are kept."""
         met = {
             node: permitted(profile.addresses, local_of(node))

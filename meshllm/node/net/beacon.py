@@ -39,7 +39,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from meshllm.errors import NotAuthorised, PeerFault
 from meshllm.names import NODE_ID_BYTES, NodeId
-from meshllm.node.net.peer_address import Local, is_literal, own_hosts, permitted
+from meshllm.node.net.peer_address import LocalAddressPolicy, is_literal, own_hosts, permitted
 from meshllm.node.timer import loop_time
 from meshllm.protocol.trust.announcement import (
     announce,
@@ -257,7 +257,11 @@ class Beacon(asyncio.DatagramProtocol):
                 if node not in self._known and len(self._known) < MAX_KNOWN and self.addresses:
                     self._known.add(node)
                     self.send(to=node)
-                local = Local.YES if source[0].partition("%")[0] in own_hosts() else Local.NO
+                local = (
+                    LocalAddressPolicy.YES
+                    if source[0].partition("%")[0] in own_hosts()
+                    else LocalAddressPolicy.NO
+                )
                 self._heard(node, tuple(filter(is_literal, permitted(addresses, local))))
             case None:
                 self._answer_guest(data)

@@ -15,9 +15,9 @@ from functools import partial
 from meshllm.errors import LinkLost, MeshError, NotAuthorised, foreign_code
 from meshllm.names import NodeId
 from meshllm.node.net.peer_address import (
-    Local,
-    Machine,
-    Place,
+    DialTarget,
+    LocalAddressPolicy,
+    SameHostDetector,
     is_looked_up,
     permitted,
     resolve,
@@ -27,7 +27,7 @@ from meshllm.node.net.secure import HandshakeClosed, SecureLink, secure_dial
 from meshllm.node.timer import loop_time
 from meshllm.protocol.membership.dial_limit import DialLimit
 from meshllm.protocol.trust.credential import Removals
-from meshllm.protocol.trust.handshake import Own, Purpose
+from meshllm.protocol.trust.handshake import LocalIdentity, Purpose
 from meshllm.transport.contract import SupportsDialHosts, Transport
 
 STAGGER_S = 0.25  # s; RFC 8305, section 5
@@ -45,8 +45,8 @@ class NodeDialer:
 
     transports: Mapping[str, Transport]
     """By address scheme."""
-    own: Own
-    machine: Machine | None = None
+    own: LocalIdentity
+    machine: SameHostDetector | None = None
     """Recognises peers on this machine; None trusts no claim to be there."""
     limit: DialLimit = field(default_factory=DialLimit)
     name_threads: Executor = field(default_factory=lambda: ThreadPoolExecutor(8, "names"))
@@ -59,7 +59,7 @@ class NodeDialer:
         *,
         expect: NodeId,
         removals: Removals,
-        local: Local = Local.NO,
+        local: LocalAddressPolicy = LocalAddressPolicy.NO,
     ) -> SecureLink:
         """Open a link to a node at one of its addresses; ``local`` allows those of this machine.
 
@@ -70,7 +70,7 @@ class NodeDialer:
         """
         errors: list[MeshError] = []
 
-        async def attempt(turn: int, place: Place) -> SecureLink | None:
+        async def attempt(turn: int, place: DialTarget) -> SecureLink | None:
             address = place.address
             await asyncio.sleep(turn * STAGGER_S)
             try:
@@ -86,7 +86,7 @@ class NodeDialer:
         known = await self._targets(addresses, local)
         # Another node of this machine may be at an address that the peer has on its own machine.
         named = [place.address for place in known]
-        telling = permitted(named, Local.NO) or named
+        telling = permitted(named, LocalAddressPolicy.NO) or named
         tasks = [asyncio.ensure_future(attempt(*each)) for each in enumerate(known)]
         winner = None
         try:
@@ -100,7 +100,9 @@ class NodeDialer:
             raise _weightiest(errors, addresses)
         return winner
 
-    async def _targets(self, addresses: Sequence[str], local: Local) -> list[Place]:
+    async def _targets(
+        self, addresses: Sequence[str], local: LocalAddressPolicy
+    ) -> list[DialTarget]:
         """Choose where to try.
 
         Raises:
@@ -119,26 +121,28 @@ class NodeDialer:
         due = [
             place
             for place in places
-            if local is Local.YES or self.limit.has(*target(place.address), now)
+            if local is LocalAddressPolicy.YES or self.limit.has(*target(place.address), now)
         ]
         if places and not due:
             raise _too_soon(places[0].address)
         return due
 
-    def _count(self, address: str, local: Local) -> None:
+    def _count(self, address: str, local: LocalAddressPolicy) -> None:
         """Count an attempt that begins; those at what a user named have no limit.
 
         Raises:
             LinkLost: there were too many.
         """
-        if local is not Local.YES and not self.limit.take(*target(address), loop_time()):
+        if local is not LocalAddressPolicy.YES and not self.limit.take(
+            *target(address), loop_time()
+        ):
             raise _too_soon(address)
 
     def _transport(self, address: str) -> Transport | None:
         return self.transports.get(address.partition(":")[0])
 
     async def _dial_one(
-        self, place: Place, purpose: Purpose, expect: NodeId, removals: Removals
+        self, place: DialTarget, purpose: Purpose, expect: NodeId, removals: Removals
     ) -> SecureLink:
         address, transport = place.address, self._transport(place.address)
         if transport is None:
@@ -199,7 +203,9 @@ def _buggy(address: str, error: Exception) -> LinkLost:
     return LinkLost(f"`{address}`: {type(error).__name__}")
 
 
-def _unresolved(addresses: Sequence[str], found: Sequence[list[Place] | BaseException]) -> LinkLost:
+def _unresolved(
+    addresses: Sequence[str], found: Sequence[list[DialTarget] | BaseException]
+) -> LinkLost:
     for address, each in zip(addresses, found, strict=True):
         if isinstance(each, BaseException):
             return LinkLost(f"Cannot look up `{address}`: {str(each) or type(each).__name__}")

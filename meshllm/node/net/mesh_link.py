@@ -15,17 +15,17 @@ from typing import ParamSpec, Protocol, assert_never
 from meshllm.errors import MeshError
 from meshllm.names import NodeId, short
 from meshllm.node.net.dialer import NodeDialer
-from meshllm.node.net.peer_address import Local
+from meshllm.node.net.peer_address import LocalAddressPolicy
 from meshllm.node.net.secure import AdmissionPolicy, SecureLink, secure_accept
 from meshllm.node.supervisor import contained
 from meshllm.node.timer import DeadlineTimer, loop_time
 from meshllm.protocol.membership.actions import (
     Action,
     Changed,
+    ClosedByPeer,
     DeliverRequest,
     Dial,
     Drop,
-    Parted,
     SendToPeer,
 )
 from meshllm.protocol.membership.codec import (
@@ -228,7 +228,7 @@ class MeshLinks:
                 case Drop(peer, why, _, text):
                     logger.info("drop node %s: %s", short(peer), text or why.name.lower())
                     self._drop(peer, why)
-                case Parted(peer, why):
+                case ClosedByPeer(peer, why):
                     self._drop(peer, None)
                     self._host.dropped(peer, why)
                 case Changed():
@@ -247,7 +247,12 @@ class MeshLinks:
         """Send a beat ahead of time to a peer that may have ended."""
         self.act(self._machine.probe(peer, loop_time()))
 
-    def hint(self, peer: NodeId, addresses: Sequence[str], local: Local = Local.LITERAL) -> None:
+    def hint(
+        self,
+        peer: NodeId,
+        addresses: Sequence[str],
+        local: LocalAddressPolicy = LocalAddressPolicy.LITERAL,
+    ) -> None:
         """Dial a member at addresses where it may be, each `peer_address.permitted`.
 
         A beacon may call it until it is closed: nothing is dialled once these links end.
@@ -261,7 +266,7 @@ class MeshLinks:
         self._hinted[place] = now + HINT_S
         self._begin(self._dial, peer, addresses, local)
 
-    def redial(self, peer: NodeId, addresses: Sequence[str], local: Local) -> None:
+    def redial(self, peer: NodeId, addresses: Sequence[str], local: LocalAddressPolicy) -> None:
         """Dial a member now, unless it is linked, or this is under way; the caller makes pauses."""
         if peer not in self._redials.values() and self._may_dial(peer):
             self._redials[self._begin(self._dial, peer, addresses, local)] = peer
@@ -293,11 +298,11 @@ class MeshLinks:
         """
         return await self._dial_member(peer, Purpose.WEIGHTS)
 
-    def local_of(self, peer: NodeId) -> Local:
+    def local_of(self, peer: NodeId) -> LocalAddressPolicy:
         """Return which addresses of this machine a member may name: all if it is here itself."""
         profile, machine = self._machine.profiles.get(peer), self._dialer.machine
         is_here = profile and machine and machine.has(peer, profile.machine)
-        return Local.YES if is_here else Local.NO
+        return LocalAddressPolicy.YES if is_here else LocalAddressPolicy.NO
 
     async def leave(self) -> None:
         """Announce that this node leaves, and close all links."""
@@ -370,7 +375,9 @@ class MeshLinks:
     def _has_ended(self, link: SecureLink) -> bool:
         return self._machine.has_ended(link.peer, link.credential)
 
-    async def _dial(self, peer: NodeId, addresses: Sequence[str], local: Local) -> None:
+    async def _dial(
+        self, peer: NodeId, addresses: Sequence[str], local: LocalAddressPolicy
+    ) -> None:
         try:
             link = await self._dial_peer(addresses, Purpose.MESH, peer, local)
         except MeshError as error:
@@ -391,7 +398,7 @@ class MeshLinks:
         return await self._dial_peer(addresses, purpose, peer, self.local_of(peer))
 
     async def _dial_peer(
-        self, addresses: Sequence[str], purpose: Purpose, peer: NodeId, local: Local
+        self, addresses: Sequence[str], purpose: Purpose, peer: NodeId, local: LocalAddressPolicy
     ) -> SecureLink:
         return await self._dialer.dial(
             addresses, purpose, expect=peer, removals=self._machine.removals, local=local

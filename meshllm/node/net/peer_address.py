@@ -35,7 +35,7 @@ _BY_NAME = {"wss"}  # schemes whose server proves its name, which the transport 
 Host = IPv4Address | IPv6Address
 
 
-class Local(Enum):
+class LocalAddressPolicy(Enum):
     """Which addresses of this machine and its links may be dialled."""
 
     NO = 0
@@ -50,11 +50,11 @@ class Local(Enum):
     @property
     def has_all(self) -> bool:
         """Whether those are dialled that lead to this machine, also by name."""
-        return self in {Local.HERE, Local.YES}
+        return self in {LocalAddressPolicy.HERE, LocalAddressPolicy.YES}
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class SameHostDetector:
     """Recognises the nodes on this machine: their tags are computed from what only it knows."""
 
     secret: bytes
@@ -107,14 +107,18 @@ def _hosts_at(_: int) -> frozenset[str]:
     return frozenset(address.partition("%")[0] for address in found)
 
 
-def permitted(addresses: Sequence[str], local: Local) -> tuple[str, ...]:
+def permitted(addresses: Sequence[str], local: LocalAddressPolicy) -> tuple[str, ...]:
     """Keep the addresses that may be dialled; of names, this is known when they are resolved."""
     own = own_hosts()
     return tuple(
         address
         for address in addresses
         if (host := _host(address)) is not None
-        and (local is not Local.NO or not isinstance(host, Host) or not _is_local(host, own))
+        and (
+            local is not LocalAddressPolicy.NO
+            or not isinstance(host, Host)
+            or not _is_local(host, own)
+        )
     )
 
 
@@ -129,13 +133,13 @@ def own_host(address: str) -> str | None:
     return None if not isinstance(host, Host) or urlsplit(address).username else str(host)
 
 
-def is_looked_up(address: str, local: Local) -> bool:
+def is_looked_up(address: str, local: LocalAddressPolicy) -> bool:
     """Return whether a name server is asked for the host of an address."""
     is_name = isinstance(_host(address), str) and bool(urlsplit(address).netloc)
     return is_name and not local.has_all
 
 
-class Place(NamedTuple):
+class DialTarget(NamedTuple):
     """An address to dial."""
 
     address: str
@@ -144,7 +148,7 @@ class Place(NamedTuple):
     others, which were not checked."""
 
 
-async def resolve(address: str, local: Local, threads: Executor) -> list[Place]:
+async def resolve(address: str, local: LocalAddressPolicy, threads: Executor) -> list[DialTarget]:
     """Return where to dial for one address: itself, or those that its name has.
 
     Names are looked up in ``threads``: those of a peer's own name server may keep them busy.
@@ -153,7 +157,7 @@ async def resolve(address: str, local: Local, threads: Executor) -> list[Place]:
         OSError: the name has no address, or not within `LOOK_UP_S`.
     """
     if not is_looked_up(address, local):
-        return [*map(Place, permitted([address], local))]
+        return [*map(DialTarget, permitted([address], local))]
     parts, own, loop = urlsplit(address), own_hosts(), asyncio.get_running_loop()
     look_up = partial(socket.getaddrinfo, type=socket.SOCK_STREAM)
     async with asyncio.timeout(LOOK_UP_S):
@@ -162,8 +166,8 @@ async def resolve(address: str, local: Local, threads: Executor) -> list[Place]:
     if any(_is_local(each, own) for each in hosts):
         return []
     if parts.scheme in _BY_NAME:
-        return [Place(address, tuple(map(str, hosts[:MAX_HOSTS])))]
-    return [Place(_replaced(parts, each)) for each in hosts[:MAX_RESOLVED]]
+        return [DialTarget(address, tuple(map(str, hosts[:MAX_HOSTS])))]
+    return [DialTarget(_replaced(parts, each)) for each in hosts[:MAX_RESOLVED]]
 
 
 def target(address: str) -> tuple[str, str]:

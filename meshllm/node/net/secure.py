@@ -21,18 +21,18 @@ from meshllm.protocol.trust.handshake import (
     FIRST_S,
     PRE_AUTH_BYTES,
     PRE_AUTH_S,
+    AuthorizeDialer,
     Established,
     HandshakeDialer,
     HandshakeListener,
     HandshakeState,
-    Judge,
-    Own,
+    LocalIdentity,
     Purpose,
     SendHandshake,
     UnknownClaim,
 )
 from meshllm.protocol.trust.ticket import TicketProof
-from meshllm.protocol.trust.transcript import Fresh, OtherVersion
+from meshllm.protocol.trust.transcript import HandshakeRandomness, OtherVersion
 from meshllm.transport.contract import (
     MAX_MESSAGE_BYTES,
     Buffer,
@@ -72,7 +72,7 @@ class AdmissionPolicy(Protocol):
         """
         ...
 
-    async def judge(
+    async def authorize(
         self, peer: NodeId, proof: Credential | TicketProof, purpose: Purpose, instance: int
     ) -> Credential:
         """Return the dialer's verified credential, or a new one for its ticket.
@@ -189,7 +189,7 @@ class SecureLink:
 
 async def secure_dial(
     link: Link,
-    own: Own,
+    own: LocalIdentity,
     purpose: Purpose,
     *,
     expect: NodeId,
@@ -220,7 +220,7 @@ async def secure_dial(
             ) from lost
 
 
-async def secure_accept(link: Link, own: Own, admission: AdmissionPolicy) -> SecureLink:
+async def secure_accept(link: Link, own: LocalIdentity, admission: AdmissionPolicy) -> SecureLink:
     """Perform the handshake on an incoming link.
 
     Raises:
@@ -249,7 +249,7 @@ async def secure_accept(link: Link, own: Own, admission: AdmissionPolicy) -> Sec
                 match action:
                     case SendHandshake(answer):
                         await link.send([answer], Channel.CONTROL)
-                    case Judge():
+                    case AuthorizeDialer():
                         return await _judge(link, listener, action, admission)
                     case _:
                         assert_never(action)
@@ -296,11 +296,11 @@ async def _dial(link: Link, dialer: HandshakeDialer) -> SecureLink:
 
 
 async def _judge(
-    link: Link, listener: HandshakeListener, question: Judge, admission: AdmissionPolicy
+    link: Link, listener: HandshakeListener, question: AuthorizeDialer, admission: AdmissionPolicy
 ) -> SecureLink:
     try:
         _refuse_other(link, question.peer)
-        credential = await admission.judge(
+        credential = await admission.authorize(
             question.peer, question.proof, question.purpose, question.instance
         )
     except NotAuthorised as refusal:
@@ -348,5 +348,5 @@ def _early(message: Buffer) -> PeerFault:
     return PeerFault(f"Data of {len(message)} bytes before the end of the handshake")
 
 
-def _fresh() -> Fresh:
-    return Fresh(secrets.token_bytes(32), secrets.token_bytes(16))
+def _fresh() -> HandshakeRandomness:
+    return HandshakeRandomness(secrets.token_bytes(32), secrets.token_bytes(16))

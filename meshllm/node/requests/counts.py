@@ -13,7 +13,7 @@ _NO_ROWS: Mapping[LossCause, int] = MappingProxyType({})
 
 
 @dataclass(slots=True)
-class Counts:
+class RequestCounters:
     """Counters of the requests whose ingress is this node."""
 
     active: int = 0

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from sys import getsizeof
 
 from meshllm.errors import Busy
-from meshllm.protocol.kv_cache.admission import Asker
+from meshllm.protocol.kv_cache.admission import Requester
 from meshllm.request import Request, Turn
 
 MAX_HELD_BYTES = 128 << 20  # of one asker: 32 of the longest requests, or 8,000 of 16 KiB
@@ -21,7 +21,7 @@ class HeldBytes:
     """
 
     def __init__(self) -> None:
-        self._held = Counter[Asker]()
+        self._held = Counter[Requester]()
 
     @property
     def total(self) -> int:
@@ -29,23 +29,23 @@ class HeldBytes:
         return self._held.total()
 
     @contextmanager
-    def holding(self, asker: Asker, size: int) -> Iterator[None]:
+    def holding(self, requester: Requester, size: int) -> Iterator[None]:
         """Count so many bytes of an asker inside the context.
 
         Raises:
             Busy: its asker has too many bytes in progress.
         """
-        own = self._held[asker]
-        alike = own if asker is None else self._held.total() - self._held[None]
+        own = self._held[requester]
+        alike = own if requester is None else self._held.total() - self._held[None]
         if own + alike + 2 * size > 2 * MAX_HELD_BYTES:
             raise Busy(f"Prompts of {alike} bytes are in progress", hint="retry later")
-        self._held[asker] += size
+        self._held[requester] += size
         try:
             yield
         finally:
-            self._held[asker] -= size
-            if not self._held[asker]:
-                del self._held[asker]
+            self._held[requester] -= size
+            if not self._held[requester]:
+                del self._held[requester]
 
 
 def size_of(*requests: Request) -> int:

@@ -30,7 +30,7 @@ from meshllm.protocol.membership.codec import (
     ModelList,
     RequestMessage,
 )
-from meshllm.protocol.membership.strikes import MAX_STRIKES, WINDOW_S, Strikes
+from meshllm.protocol.membership.strikes import MAX_STRIKES, WINDOW_S, FaultCounter
 from meshllm.protocol.trust.credential import NO_LIMITS, ClientLimits
 from meshllm.request import Backend, Event, Request
 from meshllm.strict_json import WrongField
@@ -73,8 +73,8 @@ class PeerRequests:
         self._held = HeldBytes()  # of requests in JSON, and of those of nodes until they end
         self._longest = longest
         self._off_loop = off_loop
-        self._strikes = Strikes()
-        self._lists = Strikes(MAX_LISTS, LISTS_S)
+        self._strikes = FaultCounter()
+        self._lists = FaultCounter(MAX_LISTS, LISTS_S)
         self._quota = ClientQuota()
         self._running: dict[tuple[NodeId, bytes], asyncio.Task[None]] = {}
         self._of_clients: set[asyncio.Task[None]] = set()
@@ -110,8 +110,8 @@ class PeerRequests:
 
     def lost(self, peer: NodeId) -> None:
         """End the requests of a peer whose link was lost."""
-        for (asker, _), task in self._running.items():
-            if asker == peer:
+        for (requester, _), task in self._running.items():
+            if requester == peer:
                 _cancel(task)
 
     def _open(self, peer: NodeId, request_id: bytes, data: bytes, *, is_client: bool) -> None:
@@ -129,7 +129,7 @@ class PeerRequests:
 
     def _objection(self, peer: NodeId, request_id: bytes, *, is_client: bool) -> Busy | None:
         """Return why there is no place for a request; None if there is."""
-        held = Counter(asker for asker, _ in self._running)[peer]
+        held = Counter(requester for requester, _ in self._running)[peer]
         limits = self.limits_of(peer) if is_client else NO_LIMITS
         most = places(limits, MAX_PER_CLIENT) if is_client else MAX_PER_PEER
         if held >= most or (peer, request_id) in self._running:
@@ -197,8 +197,8 @@ class PeerRequests:
     async def _read(self, peer: NodeId, data: bytes) -> Request:
         """Parse a request, off the event loop unless it is short; count a malformed one.
 
-        A length or a value that is refused may be what somebody asked at the door of an honest
-        peer, who cannot know the limits of this node.
+        A length or a value that is refused may be what somebody asked at the API server of an
+        honest peer, who cannot know the limits of this node.
         """
         _check_length(data, self._longest())
         try:

@@ -63,7 +63,7 @@ class _Call:
         return line
 
 
-class Remote:
+class RemoteBackend:
     """Requests in progress on other nodes; each node is a `Backend`."""
 
     def __init__(

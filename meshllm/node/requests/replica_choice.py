@@ -1,17 +1,15 @@
 """The choice between the rings that serve a model, replicas or one, or between its providers.
 
-Theory of operation
--------------------
-Requests that begin alike go to the same ring, whose prefix cache has their beginning. A beginning
-that this node has not seen goes to one of the least busy rings; rendezvous hashing ranks those, so
-that other nodes are likely to choose the same one. Later requests follow, to where the last one
-went, while that ring has less than `MARGIN` requests of this node more in progress than the least
-busy one, and half as many more as all rings have beyond `MIN_SESSIONS`: a request shares each ring
-with many others or waits there, and a move gains less time than computing the beginning again
-takes. A node counts its own requests only, which is exact where one node is the door, and close
-where the doors are used alike. The least busy of all rings is taken, where others compare two
-random ones: these counts are exact and free, and rendezvous hashing already spreads what several
-nodes send.
+Theory of operation ------------------- Requests that begin alike go to the same ring, whose prefix
+cache has their beginning. A beginning that this node has not seen goes to one of the least busy
+rings; rendezvous hashing ranks those, so that other nodes are likely to choose the same one. Later
+requests follow, to where the last one went, while that ring has less than `MARGIN` requests of this
+node more in progress than the least busy one, and half as many more as all rings have beyond
+`MIN_SESSIONS`: a request shares each ring with many others or waits there, and a move gains less
+time than computing the beginning again takes. A node counts its own requests only, which is exact
+where one node is the API server, and close where the API servers are used alike. The least busy of
+all rings is taken, where others compare two random ones: these counts are exact and free, and
+rendezvous hashing already spreads what several nodes send.
 
 A request counts as often as the ring is slower than the fastest, by the time per step in its best
 answer of the last `FRESH_S`, so that a ring three times as slow gets a third of the chats. A step
@@ -53,7 +51,7 @@ from meshllm.request import Answer, Request
 
 MARGIN = 4  # requests; with 2, a third of the hits was lost before chats stayed where they went
 ALIKE, SLOWEST = 1.5, 4.0  # ratios of times per step
-LEAST_STEPS = 16  # of an answer, for a time that counts
+MIN_STEPS = 16  # of an answer, for a time that counts
 MAX_TIMES, FRESH_S = 8, 300.0  # answers of a ring, and for how many seconds each counts
 MAX_TIMED = 1024  # rings by the name that was asked for
 MAX_KNOWN = 4096  # beginnings whose ring is remembered, some 150 bytes each
@@ -61,7 +59,7 @@ BEGINNING_BYTES = 256  # of a prompt without turns, which may go on with an answ
 
 
 @dataclass(slots=True)
-class Tried:
+class AttemptHistory:
     """The rings that failed to serve a request, and those that could."""
 
     failed: list[RingEntry] = field(default_factory=list)
@@ -92,7 +90,7 @@ class ReplicaChoice:
         self,
         entries: Sequence[RingEntry],
         request: Request,
-        tried: Tried,
+        tried: AttemptHistory,
         nodes: Callable[[RingEntry], Collection[NodeId]] = lambda entry: (entry.node,),
     ) -> RingEntry:
         """Return the entry of one of the rings; there is at least one.
@@ -178,7 +176,7 @@ class ReplicaChoice:
         return min((each for ended, each in times if ended >= since), default=0.0)
 
     @contextmanager
-    def asking(self, entry: RingEntry, tried: Tried) -> Iterator[None]:
+    def asking(self, entry: RingEntry, tried: AttemptHistory) -> Iterator[None]:
         """Count a request that waits or runs; note the entry if an error ends it."""
         self._active[entry] += 1
         tried.entry = entry
@@ -196,7 +194,7 @@ class ReplicaChoice:
 def step_ms(answer: Answer) -> float:
     """Return the mean time of a step of an answer; 0 if it is unknown, or of too few steps."""
     per_step = answer.tokens_per_step
-    if per_step <= 0 or answer.completion_tokens <= LEAST_STEPS * per_step:
+    if per_step <= 0 or answer.completion_tokens <= MIN_STEPS * per_step:
         return 0.0
     return answer.ms_per_token * per_step
 

@@ -82,16 +82,16 @@ from meshllm.names import (
 )
 from meshllm.node.admission_queue import AdmissionQueue
 from meshllm.node.event_loop import OffLoop
-from meshllm.node.requests.counts import Counts
+from meshllm.node.requests.counts import RequestCounters
 from meshllm.node.requests.held_bytes import HeldBytes, size_of
 from meshllm.node.requests.needs import PROMPT, lacking, waits_for_ring
 from meshllm.node.requests.peer_requests import MAX_FORWARDED, PeerRequests
-from meshllm.node.requests.remote import Remote
-from meshllm.node.requests.replica_choice import ReplicaChoice, Tried, step_ms
+from meshllm.node.requests.remote import RemoteBackend
+from meshllm.node.requests.replica_choice import AttemptHistory, ReplicaChoice, step_ms
 from meshllm.node.requests.request_json import REQUEST_BYTES
-from meshllm.node.requests.waits import telling_waits
+from meshllm.node.requests.waits import with_wait_events
 from meshllm.node.timer import loop_time
-from meshllm.protocol.kv_cache.admission import QUANTUM, Admission, asker_of
+from meshllm.protocol.kv_cache.admission import QUANTUM, Admission, requester_of
 from meshllm.protocol.kv_cache.budget import KvBudget
 from meshllm.protocol.kv_cache.prefix_scope import SECRET_BYTES, ScopeNames
 from meshllm.protocol.membership.client_quota import estimate
@@ -162,7 +162,7 @@ class Ring(Protocol):
         ...
 
     def backend(
-        self, asker: NodeId | None = None, model: str = "", group: GroupId | None = None
+        self, requester: NodeId | None = None, model: str = "", group: GroupId | None = None
     ) -> AbstractAsyncContextManager[Backend]:
         """Return the local entry or provider as a context, for an asker; None is the owner.
 
@@ -225,7 +225,7 @@ class _Pause:
 
     ring: Ring
     model: str
-    tried: Tried
+    tried: AttemptHistory
     before: RingPlan | None = None
     """The ring of the attempt that was lost, or is under way."""
     since: float | None = None
@@ -297,11 +297,11 @@ class RequestRouter:
         self._me = me
         self._ring = ring
         self._send = send
-        self._remote = Remote(send, asks_ingress=asks_ingress)
+        self._remote = RemoteBackend(send, asks_ingress=asks_ingress)
         self._queues: dict[NodeId, AdmissionQueue] = {}
         """Of entries and providers; idle ones are forgotten when a further node is asked."""
         self._held = HeldBytes()
-        self.counts = Counts()
+        self.counts = RequestCounters()
 
     @property
     def request_bytes(self) -> int:
@@ -313,7 +313,7 @@ class RequestRouter:
         await self.peers.run()
 
     async def generate(
-        self, request: Request, asker: NodeId | None = None
+        self, request: Request, requester: NodeId | None = None
     ) -> AsyncGenerator[Event, None]:
         """Yield the events of a request from the entry, wherever it is; survive the loss of a ring.
 
@@ -324,18 +324,18 @@ class RequestRouter:
         Raises:
             MeshError: the request cannot be served, or no ring answered it.
         """
-        request = self._scoped(self._with_ids(request, asker), asker)
+        request = self._scoped(self._with_ids(request, requester), requester)
         pinned = replace(request, model=self._ring.pinned(request.model))
         if (model := self._provided_model(request)) is not None:
             answer = self._provided(replace(request, model=model))
         elif (model := self._substituted_model(request)) is not None:
-            answer = self._substituting(pinned, model, asker)
+            answer = self._substituting(pinned, model, requester)
         else:
-            answer = self._awaiting_ring(pinned, asker)
+            answer = self._awaiting_ring(pinned, requester)
         self.counts.active += 1
         is_begun = False
         try:
-            with self._held.holding(asker_of((None, request.scope)), size_of(request)):
+            with self._held.holding(requester_of((None, request.scope)), size_of(request)):
                 async with aclosing(answer) as events:
                     async for event in events:
                         if not is_begun and not isinstance(event, Waiting | PromptTokens):
@@ -367,7 +367,7 @@ class RequestRouter:
         return ring.model if ring and self._ring.awaited(request.model) else None
 
     async def _substituting(
-        self, request: Request, model: str, asker: NodeId | None
+        self, request: Request, model: str, requester: NodeId | None
     ) -> AsyncGenerator[Event, None]:
         """Yield the events of an answer of a provider, or of a ring if all providers fail at once.
 
@@ -388,7 +388,7 @@ class RequestRouter:
         else:
             return
         try:
-            async with aclosing(self._awaiting_ring(request, asker)) as events:
+            async with aclosing(self._awaiting_ring(request, requester)) as events:
                 async for event in events:
                     yield event
         except NotServed:
@@ -396,21 +396,23 @@ class RequestRouter:
                 raise refused from None
             raise
 
-    def _awaiting_ring(self, request: Request, asker: NodeId | None) -> AsyncGenerator[Event, None]:
+    def _awaiting_ring(
+        self, request: Request, requester: NodeId | None
+    ) -> AsyncGenerator[Event, None]:
         """Return the events of an answer of rings, and before them what the request waits for."""
         awaited = partial(self._ring.awaited, request.model)
-        return telling_waits(self._failing_over(request, asker), awaited)
+        return with_wait_events(self._failing_over(request, requester), awaited)
 
     async def _failing_over(
-        self, request: Request, asker: NodeId | None
+        self, request: Request, requester: NodeId | None
     ) -> AsyncGenerator[Event, None]:
         """Yield the events of an answer of the ring, and of the rings that follow it."""
-        failover, tried = Failover(request), Tried()
+        failover, tried = Failover(request), AttemptHistory()
         pause = _Pause(self._ring, request.model, tried)
         while True:
             try:
                 wait_s = RING_S if failover.is_new else MAX_LOADING_S
-                answering = self._answering(failover.request, asker, wait_s, tried)
+                answering = self._answering(failover.request, requester, wait_s, tried)
                 async with answering as events:
                     pause.attempt()
                     async for event in events:
@@ -460,7 +462,7 @@ class RequestRouter:
             MeshError: the error of the last one, if all have failed.
         """
         if left := [RingEntry(node) for node in self._able(request) if node not in tried]:
-            return self._replicas.choose(left, request, Tried())
+            return self._replicas.choose(left, request, AttemptHistory())
         if tried:
             raise list(tried.values())[-1]
         known = self._ring.offers(request.model)
@@ -520,7 +522,7 @@ class RequestRouter:
             LinkLost: it no longer provides the model when it is the turn of the request.
         """
         async with AsyncExitStack() as stack:
-            stack.enter_context(self._replicas.asking(at, Tried()))
+            stack.enter_context(self._replicas.asking(at, AttemptHistory()))
             if at.node == self._me:
                 backend = await stack.enter_async_context(self._ring.backend(None, request.model))
                 events = backend.generate(request)
@@ -532,13 +534,13 @@ class RequestRouter:
                 events = place.watched(self._remote.generate(at, request))
             yield await stack.enter_async_context(aclosing(events))
 
-    def _with_ids(self, request: Request, asker: NodeId | None) -> Request:
+    def _with_ids(self, request: Request, requester: NodeId | None) -> Request:
         """Replace the names of trusted nodes by their ids, with that of this node for its owner.
 
         Raises:
             UserError: a name is unknown, or that of several nodes.
         """
-        names = self.trusted if request.trusted is None and asker is None else request.trusted
+        names = self.trusted if request.trusted is None and requester is None else request.trusted
         if names is None or self._asks_ingress:
             return request
         own = show(self._me)
@@ -546,15 +548,15 @@ class RequestRouter:
             ids = self._ring.ids_of(names)
         except UserError as error:
             raise WrongField("meshllm.trust", str(error), hint=error.hint) from None
-        if asker is not None and own not in ids:
+        if requester is not None and own not in ids:
             raise WrongField("meshllm.trust", "The node that was asked is not one of those trusted")
         return replace(request, trusted=(*ids, own))
 
-    def _scoped(self, request: Request, asker: NodeId | None) -> Request:
+    def _scoped(self, request: Request, requester: NodeId | None) -> Request:
         """Keep what a client asks apart from the prompts of others, whatever scope it gave."""
-        if asker is None:
+        if requester is None:
             return request
-        return replace(request, scope=self._scopes.name(asker, request.scope))
+        return replace(request, scope=self._scopes.name(requester, request.scope))
 
     def receive(self, peer: NodeId, message: RequestMessage, *, is_client: bool) -> None:
         """Handle a message about a request.
@@ -574,7 +576,7 @@ class RequestRouter:
 
     @asynccontextmanager
     async def _answering(
-        self, request: Request, asker: NodeId | None, wait_s: float, tried: Tried
+        self, request: Request, requester: NodeId | None, wait_s: float, tried: AttemptHistory
     ) -> AsyncIterator[AsyncGenerator[Event, None]]:
         """Open the event stream of an entry, local or remote; close it at the end.
 
@@ -584,7 +586,7 @@ class RequestRouter:
             slot = await stack.enter_async_context(AsyncExitStack())
             entry, place = await self._turn(slot, request, wait_s, tried)
             if place is None:
-                ring = self._ring.backend(asker, request.model, entry.group)
+                ring = self._ring.backend(requester, request.model, entry.group)
                 backend = await stack.enter_async_context(ring)
                 events = backend.generate(request)
             else:
@@ -592,8 +594,8 @@ class RequestRouter:
             yield await stack.enter_async_context(aclosing(events))
 
     async def _turn(
-        self, slot: AsyncExitStack, request: Request, wait_s: float, tried: Tried
-    ) -> "tuple[RingEntry, _Place | None]":
+        self, slot: AsyncExitStack, request: Request, wait_s: float, tried: AttemptHistory
+    ) -> "tuple[RingEntry, _QueueSlot | None]":
         """Wait for a slot at an entry; return the entry, which may answer the request then.
 
         With it the place of the request there, unless that is this node. The request counts as one
@@ -621,7 +623,7 @@ class RequestRouter:
         return entry, place
 
     @asynccontextmanager
-    async def _slot(self, node: NodeId, request: Request) -> "AsyncIterator[_Place]":
+    async def _slot(self, node: NodeId, request: Request) -> "AsyncIterator[_QueueSlot]":
         """Wait for a turn at another node, and hold it inside the context; raise `Busy`."""
         if (queue := self._queues.get(node)) is None:
             self._queues = {each: it for each, it in self._queues.items() if not it.is_idle}
@@ -629,16 +631,16 @@ class RequestRouter:
             queue = self._queues[node] = AdmissionQueue(places)
         session = SessionId(os.urandom(SESSION_ID_BYTES))
         prompt, answer = min(estimate(request), MAX_COUNTED), request.expected_tokens
-        asker = asker_of((None, request.scope))
-        async with queue.admitted(session, prompt + answer, asker, answer=answer):
-            yield _Place(queue, session, prompt)
+        requester = requester_of((None, request.scope))
+        async with queue.admitted(session, prompt + answer, requester, answer=answer):
+            yield _QueueSlot(queue, session, prompt)
 
-    async def _entry(self, request: Request, wait_s: float, tried: Tried) -> RingEntry:
+    async def _entry(self, request: Request, wait_s: float, tried: AttemptHistory) -> RingEntry:
         """Wait `RING_S` for a ring, and up to ``wait_s`` while its nodes load their layers."""
         return self._choose_entry(await self._entries(request, wait_s), request, tried)
 
     def _choose_entry(
-        self, entries: Sequence[RingEntry], request: Request, tried: Tried
+        self, entries: Sequence[RingEntry], request: Request, tried: AttemptHistory
     ) -> RingEntry:
         allowed = [entry for entry in entries if self._objection(entry, request) is None]
         return self._replicas.choose(
@@ -708,7 +710,7 @@ class RequestRouter:
 
 
 @dataclass(slots=True)
-class _Place:
+class _QueueSlot:
     """The place of a request at another node."""
 
     queue: AdmissionQueue

@@ -9,7 +9,7 @@ from meshllm.request import Event, Waiting
 WAITING_S = 2.0  # s between two events of a request that waits, at least: a person reads them
 
 
-async def telling_waits(
+async def with_wait_events(
     answer: AsyncGenerator[Event, None], awaited: Callable[[], str]
 ) -> AsyncGenerator[Event, None]:
     """Yield the events of an answer, and until the first one what is awaited, when that changes.

@@ -43,10 +43,10 @@ from meshllm.transport.contract import Link
 
 BLOCK_ROWS = 256
 """Rows of one message: a MiB or two of a layer of a large model, a millisecond of a copy."""
-MOST_PASSES = 4
+MAX_PASSES = 4
 FEW_ROWS = 32
 """Rows of a session that are not worth another pass: the next ring computes them in one go."""
-MOST_RECEIVED = 4 * MAX_SESSIONS
+MAX_RECEIVED = 4 * MAX_SESSIONS
 """Sessions that one node hands over: those that run, and some that end meanwhile."""
 MEASURED_BYTES = 1 << 20
 """Bytes after which the rate of a link is known well enough."""
@@ -114,7 +114,7 @@ class KvSender:
             await self._sync()
             self._is_begun = True
         self._begin = loop_time()
-        for _ in range(MOST_PASSES):
+        for _ in range(MAX_PASSES):
             before = self.rows
             for session, stop in list(self._rank.committed.items()):
                 await self._send(session, stop)
@@ -275,7 +275,7 @@ class KvReceiver:
         self._check(rows)
         key, stop = (rows.session, rows.layer), rows.pos + rows.rows
         before, known = self._taken.get(key, (0, 0)), {session for session, _ in self._taken}
-        if rows.session not in known and len(known) == MOST_RECEIVED:
+        if rows.session not in known and len(known) == MAX_RECEIVED:
             return  # most of them have ended
         if rows.pos != before[0]:
             raise PeerFault(f"KV rows at {rows.pos} behind {before[0]}")

@@ -30,7 +30,7 @@ from meshllm.node.session.text import RingBackend
 from meshllm.protocol.planning.chunking import RingTimes
 from meshllm.protocol.planning.plan import Ends, Links, Offer, Plan, PlanConstraints
 from meshllm.protocol.planning.policies import make_plan
-from meshllm.protocol.planning.problem import kv_rooms
+from meshllm.protocol.planning.problem import kv_capacities
 from meshllm.request import Event, Request, Sampling
 from meshllm.transport.contract import Link, Listener, Transport
 from meshllm.transport.registry import Registry
@@ -260,7 +260,7 @@ async def open_local_ring(
             model.rank(each, divides_head=options.own_threads, prefix_bytes=share)
             for each in workers
         ]
-        rooms = kv_rooms(plan, offers, plan_shape(model.shape))
+        rooms = kv_capacities(plan, offers, plan_shape(model.shape))
         for stage, each, room in zip(plan.stages, models, rooms, strict=True):
             await each.hold(plan, stage.node, room)  # one by one: transformers builds one at a time
         formed = LocalRing(plan, models, listeners, transport, rooms)

@@ -27,13 +27,13 @@ from meshllm.node.ring.span_loader import LoadedSpan, RankPart, SpanLoader
 from meshllm.node.session.activation_codec import resolve_wire_mode
 from meshllm.protocol.drafting.drafter import Drafting
 from meshllm.protocol.drafting.window import STEPS
-from meshllm.protocol.kv_cache.budget import KvBudget, Room
+from meshllm.protocol.kv_cache.budget import KvBudget, KvCapacity
 from meshllm.protocol.planning.chunking import RingTimes, usual_pace
 from meshllm.protocol.planning.plan import Ends, Plan
 from meshllm.protocol.ring.hang import result_limit_s
 from meshllm.protocol.session.codec import MAX_POSITION, MAX_ROWS
-from meshllm.protocol.session.pace import Pace
-from meshllm.protocol.session.stage import MAX_PENDING, MOST_PATIENCE_S
+from meshllm.protocol.session.pace import PrefillPacing
+from meshllm.protocol.session.stage import MAX_PATIENCE_S, MAX_PENDING
 from meshllm.protocol.weights.holders import needed_parts
 from meshllm.transport.contract import MAX_MESSAGE_BYTES
 
@@ -136,21 +136,23 @@ class ModelRuntime:
         if self.config.threads is None and self.device == CPU:
             await self.worker.run(calibrate, self.worker.cores, self.shape.hidden_size, self._dtype)
 
-    def pace(self, ring: int, prompt: int, others: int, times: RingTimes | None) -> Pace:
+    def pace(self, ring: int, prompt: int, others: int, times: RingTimes | None) -> PrefillPacing:
         """Return the prefill pace beside ``others`` sessions, by the ring's times if known."""
         pace = self._chunks(ring, prompt, others, times)
         if times is None:
             return pace
         jobs = pace.window * (1 + others)
         limit_s = result_limit_s(times, pace.chunk, self.context, jobs)
-        return replace(pace, patience_s=min(limit_s, MOST_PATIENCE_S))
+        return replace(pace, patience_s=min(limit_s, MAX_PATIENCE_S))
 
-    def _chunks(self, ring: int, prompt: int, others: int, times: RingTimes | None) -> Pace:
+    def _chunks(
+        self, ring: int, prompt: int, others: int, times: RingTimes | None
+    ) -> PrefillPacing:
         chunk = self.config.chunk
         if self.config.exact or not self.verdict.chunkable:  # transformers takes a prompt whole
             chunk = chunk if self.verdict.chunkable and chunk else self.max_rows
         if chunk is not None:
-            return Pace(min(chunk, self.max_rows), window=min(ring, MAX_PENDING))
+            return PrefillPacing(min(chunk, self.max_rows), window=min(ring, MAX_PENDING))
         if times is None:
             return usual_pace(prompt, ring, self.max_rows)
         return times.best_pace(prompt, others, self.max_rows)
@@ -257,7 +259,10 @@ class ModelRuntime:
         """
         pairs = zip(plan.stages, rooms, strict=True)
         return KvBudget(
-            [Room(max(0, total), cache_cost(self.shape, stage.span)) for stage, total in pairs]
+            [
+                KvCapacity(max(0, total), cache_cost(self.shape, stage.span))
+                for stage, total in pairs
+            ]
         )
 
     @property

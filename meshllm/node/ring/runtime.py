@@ -6,7 +6,7 @@ While a ring serves, the bytes that its ranks have for caches may change, as ano
 begins or ends. Each rank computes them from the records, and uses them without a pause; only if
 what runs there does not fit, the ring forms again. The entry may never admit what another rank
 refuses, and nodes learn of records at different times. So the entry is the first to use less, and
-the last to use more: a rank that must not be the first waits for `TOLD_S`.
+the last to use more: a rank that must not be the first waits for `RECORD_PROPAGATION_S`.
 """
 
 import asyncio
@@ -46,11 +46,13 @@ from meshllm.protocol.ring.slowdown import Slowdown
 from meshllm.protocol.session.codec import decode, encode
 from meshllm.protocol.session.link import SILENCE, NeighbourLink
 from meshllm.protocol.session.messages import Hello, KvOffer
-from meshllm.protocol.session.pace import Pace
+from meshllm.protocol.session.pace import PrefillPacing
 from meshllm.protocol.session.stage import Stage
 from meshllm.transport import contract
 
-TOLD_S = 10.0  # s until all ranks have planned with a record: planning takes about a second
+RECORD_PROPAGATION_S = (
+    10.0  # s until all ranks have planned with a record: planning takes about a second
+)
 
 logger = logging.getLogger(__name__)
 
@@ -386,7 +388,7 @@ class RingRuntime:
     async def _changes_soon(self) -> bool:
         """Wait until all ranks know of a change; return whether there is another one before."""
         try:
-            async with asyncio.timeout(TOLD_S):
+            async with asyncio.timeout(RECORD_PROPAGATION_S):
                 await self._has_new_totals.wait()
         except TimeoutError:
             return False
@@ -487,7 +489,7 @@ class RingRuntime:
         budget, rank = self._model.budget(plan, rooms), plan.rank(self._me) or 0
         return KvBudget(budget.rooms[rank : rank + 1]) if rank else budget
 
-    def _pace(self, plan: Plan, prompt: int, others: int) -> Pace:
+    def _pace(self, plan: Plan, prompt: int, others: int) -> PrefillPacing:
         """Return the pace of one prompt, by the latest times of the nodes."""
         return self._model.pace(len(plan.stages), prompt, others, self._host.times(plan))
 

@@ -2,7 +2,7 @@
 
 from meshllm.model.shape import ModelShape, mean_kv_bytes, workspace_bytes
 from meshllm.protocol.planning.plan import ModelSizes
-from meshllm.protocol.session.waiting import WaitingRoom
+from meshllm.protocol.session.waiting import RowQueueLimits
 
 CONTEXT = 4096
 """Tokens of one session for which a plan leaves room, if the model takes as many."""
@@ -25,9 +25,9 @@ def plan_shape(model: ModelShape, context: int = CONTEXT) -> ModelSizes:
     )
 
 
-def waiting_room(model: ModelShape) -> WaitingRoom:
+def waiting_room(model: ModelShape) -> RowQueueLimits:
     """Return the room for hidden states that wait on a rank."""
-    return WaitingRoom(model.hidden_size * model.itemsize)
+    return RowQueueLimits(model.hidden_size * model.itemsize)
 
 
 def reserved_bytes(model: ModelShape) -> int:

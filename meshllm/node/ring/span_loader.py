@@ -27,7 +27,7 @@ from meshllm.node.options import InferenceConfig
 from meshllm.node.session.generation import EntryRunners
 from meshllm.protocol.planning.problem import HEADROOM_PERCENT
 
-MOST_PIECES = 3
+MAX_PIECES = 3
 """Pieces of a span; each costs a step some dispatch, so a span of more is loaded again as one."""
 
 _HELP_SHARE = 0.5  # of the headroom, at most, for a part of the LM head
@@ -228,7 +228,7 @@ class SpanLoader:
         is_whole = part.is_alone and not kept.pieces
         gaps: Sequence[Span] = _gaps(span, kept.pieces)
         if part.has_caches and not is_whole:
-            gaps = _cut(gaps, borders, MOST_PIECES - len(kept.pieces))
+            gaps = _cut(gaps, borders, MAX_PIECES - len(kept.pieces))
         pieces = self._pieces(gaps, span, kept.pieces, embed=part.is_entry, head=is_whole)
         sends = span.stop < self._shape.layers
         sent = SentRows(int(self._headroom(part) * _SENT_SHARE)) if sends else None
@@ -267,7 +267,7 @@ class SpanLoader:
             has_ends = shard.embed is (part.is_entry and own.start == span.start)
             if is_within and has_ends and (part.is_alone or not shard.head):
                 pieces.append(piece)
-        if len(_gaps(span, pieces)) + len(pieces) > MOST_PIECES:
+        if len(_gaps(span, pieces)) + len(pieces) > MAX_PIECES:
             pieces = []
         return _Kept(pieces, head if pieces else None, helped if pieces else None, kept.draft)
 

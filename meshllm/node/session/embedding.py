@@ -94,7 +94,7 @@ async def embed(
         take_token=bool,
         forced=wanted[known:],
         on_rows=pool.take,
-        asker=scope[0],
+        requester=scope[0],
         scope=scope[1],
         hands_over=hands_over,
     )

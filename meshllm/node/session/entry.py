@@ -41,7 +41,7 @@ from meshllm.node.timer import DeadlineTimer, loop_time
 from meshllm.protocol.drafting.drafter import Drafting, ScopedDrafting
 from meshllm.protocol.drafting.known_text import KnownText
 from meshllm.protocol.drafting.window import MAX_STEP_ROWS, StepTimes
-from meshllm.protocol.kv_cache.admission import QUANTUM, Admission, turn_of
+from meshllm.protocol.kv_cache.admission import QUANTUM, Admission, queue_key_of
 from meshllm.protocol.kv_cache.budget import KvBudget
 from meshllm.protocol.kv_cache.prefix_index import RESUME_S, PrefixHit, last_chunk_rows
 from meshllm.protocol.kv_cache.prefix_matching import MIN_SHARED, PrefixCache
@@ -68,9 +68,9 @@ from meshllm.protocol.session.messages import (
     Flags,
     Forward,
     Logits,
-    Tally,
+    RankStats,
 )
-from meshllm.protocol.session.pace import Pace
+from meshllm.protocol.session.pace import PrefillPacing
 from meshllm.protocol.session.speculation import Speculation, Speculator
 from meshllm.protocol.session.stage import MAX_RECOMPUTE_ROWS
 from meshllm.protocol.session.waiting import PromptQueue
@@ -91,7 +91,7 @@ class EntryConfig:
     ring: int
     """Number of ranks."""
     epoch: int
-    pace: Callable[[int, int], Pace]
+    pace: Callable[[int, int], PrefillPacing]
     """Returns the prefill pace for so many new prompt tokens and so many other sessions."""
     max_sessions: int
     """Concurrent generations; further ones wait."""
@@ -267,9 +267,9 @@ class EntryNode:
         key = new_key()
         session = session_of(key)
         task = self._task(session, order)
-        asker, name = turn_of(order.prefix_scope)
+        requester, name = queue_key_of(order.prefix_scope)
         answer = task.limit - len(task.prompt)
-        async with self._queue.admitted(session, task.limit, asker, name, answer=answer):
+        async with self._queue.admitted(session, task.limit, requester, name, answer=answer):
             generation = self._open(task, order, key, begin)
             try:
                 while not generation.closed.is_set() or not generation.outputs.empty():
@@ -390,7 +390,7 @@ class EntryNode:
             return hit
         return replace(hit, held=min(hit.length, cache.length))
 
-    def _pace(self, order: GenerationRequest, chunk: int | None) -> Pace:
+    def _pace(self, order: GenerationRequest, chunk: int | None) -> PrefillPacing:
         """Pace a whole prompt, as another rank may have evicted the prefix that is found here."""
         pace = self.pace(max(1, len(order.known)), self.sessions)
         return replace(pace, chunk=chunk) if chunk else pace
@@ -484,7 +484,7 @@ class EntryNode:
                 action = Forward(replace(message, flags=message.flags | Flags.HELP))
         self._neighbours.forward(action)
 
-    def _close(self, session: SessionId, tallies: tuple[Tally, ...]) -> None:
+    def _close(self, session: SessionId, tallies: tuple[RankStats, ...]) -> None:
         generation = self._sessions.pop(session)
         generation.take_ahead(None)
         self._keep(session, generation)

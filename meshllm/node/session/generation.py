@@ -17,7 +17,7 @@ from meshllm.model.split.session_cache import SessionCache
 from meshllm.model.steps.runner import Runner, SpanRunner
 from meshllm.model.text.grammar import Constraint
 from meshllm.names import NodeId
-from meshllm.node.compute.gauge import Gauge, GenerationTimes
+from meshllm.node.compute.gauge import GenerationTimer, GenerationTimes
 from meshllm.node.compute.stopwatch import Stopwatch
 from meshllm.node.session.activation_codec import SessionEncoder
 from meshllm.node.session.continued_cache import CacheMiss, Start, crop_cache, recompute
@@ -83,7 +83,7 @@ class GenerationRequest:
     on_rows: Callable[[Tensor], None] | None = field(default=None, kw_only=True)
     """Takes the rows [T, D] after the final norm, in order and once each, from that of the last
     token of the prompt on; nothing is sampled then."""
-    asker: NodeId | None = field(default=None, kw_only=True)
+    requester: NodeId | None = field(default=None, kw_only=True)
     """The node that sent the request; None is this one."""
     begin: float | None = field(default=None, kw_only=True)
     """Loop time from which the time to its first token counts; None is when the entry gets it."""
@@ -102,7 +102,7 @@ class GenerationRequest:
     @property
     def prefix_scope(self) -> PrefixScope:
         """Whose texts it may continue."""
-        return self.asker, self.scope
+        return self.requester, self.scope
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,7 @@ class Generation:
     ) -> None:
         """Prepare a generation that continues from ``start``; who has ``key`` may resume it."""
         self.machine = machine
-        self.gauge = Gauge(begin)
+        self.gauge = GenerationTimer(begin)
         self.outputs: asyncio.Queue[Output | MeshError] = asyncio.Queue()
         self.closed = asyncio.Event()
         self.outcome: FinishReason | MeshError = FinishReason.CANCELLED

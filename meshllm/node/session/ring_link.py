@@ -14,12 +14,12 @@ from meshllm.node.timer import loop_time
 from meshllm.protocol.session.codec import MalformedMessage, decode, encode
 from meshllm.protocol.session.link import BEAT, Action, Deliver, Lost, NeighbourLink, Send
 from meshllm.protocol.session.messages import (
-    Beat,
     Cancel,
     Close,
     Data,
     Delivered,
     Forward,
+    Heartbeat,
     Malformed,
     Message,
 )
@@ -175,7 +175,7 @@ class RingLink:
     def _act(self, action: Action, deliver: Callable[[Delivered], None]) -> None:
         match action:
             case Send(message):
-                if self._own and self._own[-1].kind is Beat:
+                if self._own and self._own[-1].kind is Heartbeat:
                     self._queued_bytes -= self._own.pop().bytes  # unsent: they do not read
                 self._add(self._own, message)
                 self._wake_writer()

@@ -70,7 +70,7 @@ class RingBackend:
     worker: Worker
     text: Text
     plan: Plan
-    asker: NodeId | None = None
+    requester: NodeId | None = None
     """The node that sends the requests; None is the owner of this one."""
     name_of: Callable[[NodeId], str] = short
     """Names a node in errors."""
@@ -92,7 +92,7 @@ class RingBackend:
         )
         grammar = await self._constraint(request, reasoning)
         order = _order(request, prompt, transcript)
-        order = replace(order, asker=self.asker, grammar=grammar, begin=begin)
+        order = replace(order, requester=self.requester, grammar=grammar, begin=begin)
         finished = (
             FinishReason.LENGTH
             if order.max_tokens == 0  # the prompt is only counted, or is the one token to score
@@ -183,7 +183,7 @@ class RingBackend:
         if not is_long(request):
             yield run
             return
-        scope, chars = (self.asker, request.scope), length_of(request)
+        scope, chars = (self.requester, request.scope), length_of(request)
         async with self.entry.text_turns.text(scope, chars):
             yield run
 
@@ -208,7 +208,7 @@ class RingBackend:
             prompt = await self._prompt(request, (), run)
         embedding = embed(
             *(self.entry, self.text.pooling, prompt, request.dimensions),
-            (self.asker, request.scope),
+            (self.requester, request.scope),
             hands_over=request.trusted is None,
         )
         async with aclosing(embedding) as events:
@@ -243,7 +243,7 @@ class RingBackend:
                 hint = "omit it, or use a key that does not limit reasoning"
                 raise WrongField("max_reasoning_tokens", problem, hint=hint)
         if grammar and request.given:
-            async with self.entry.text_turns.grammar((self.asker, request.scope)):
+            async with self.entry.text_turns.grammar((self.requester, request.scope)):
                 loop = asyncio.get_running_loop()
                 await loop.run_in_executor(text.grammars, grammar.take, request.given)
         return grammar
@@ -273,7 +273,7 @@ class RingBackend:
             assert request.schema is not None
             schema = request.schema
             compiling = partial(text.vocabulary.json_schema, schema, has_begun=has_begun)
-        async with self.entry.text_turns.grammar((self.asker, request.scope)):
+        async with self.entry.text_turns.grammar((self.requester, request.scope)):
             return await in_thread(compiling)
 
 

@@ -12,7 +12,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from meshllm.errors import Busy
 from meshllm.names import SESSION_ID_BYTES, SessionId
 from meshllm.node.admission_queue import AdmissionQueue
-from meshllm.protocol.kv_cache.admission import QUANTUM, Admission, turn_of
+from meshllm.protocol.kv_cache.admission import QUANTUM, Admission, queue_key_of
 from meshllm.protocol.kv_cache.budget import KvBudget
 from meshllm.protocol.kv_cache.prefix_scope import PrefixScope
 
@@ -40,10 +40,10 @@ class TextTurns:
 async def _turn(
     queue: AdmissionQueue, scope: PrefixScope, tokens: int, what: str
 ) -> AsyncIterator[None]:
-    session, (asker, name) = SessionId(os.urandom(SESSION_ID_BYTES)), turn_of(scope)
+    session, (requester, name) = SessionId(os.urandom(SESSION_ID_BYTES)), queue_key_of(scope)
     async with AsyncExitStack() as stack:
         try:
-            await stack.enter_async_context(queue.admitted(session, tokens, asker, name))
+            await stack.enter_async_context(queue.admitted(session, tokens, requester, name))
         except Busy as error:
             raise Busy(f"Too many requests wait for {what}", hint=error.hint) from None
         yield

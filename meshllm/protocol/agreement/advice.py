@@ -3,7 +3,7 @@
 from meshllm.errors import MeshError
 from meshllm.names import short
 from meshllm.protocol.agreement.agreement import GAIN, Agreement
-from meshllm.protocol.agreement.best_plan import Best, PlanningInput, find_missing_link
+from meshllm.protocol.agreement.best_plan import BestPlan, PlanningInput, find_missing_link
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.planning.partition import token_time
 from meshllm.protocol.planning.plan import Plan
@@ -33,14 +33,14 @@ def advise(agreement: Agreement) -> str:
     )
 
 
-def _ignored(best: Best) -> str:
+def _ignored(best: BestPlan) -> str:
     if not best.ignored:
         return ""
     said = " and ".join(f"`--{each.name}` of `{short(each.author)}`" for each in best.ignored)
     return f"No ring is possible with {said}: the founder's apply instead"
 
 
-def _other_ring(agreement: Agreement, best: Best, now: Prediction) -> str:
+def _other_ring(agreement: Agreement, best: BestPlan, now: Prediction) -> str:
     """Compare with the fastest ring of these nodes, ignoring the constraints of the charter."""
     charter = best.case.view.charter
     bounds = _bounds(charter)

@@ -44,12 +44,12 @@ from dataclasses import dataclass, field, replace
 from meshllm.errors import UserError
 from meshllm.names import NodeId, Span, short
 from meshllm.protocol.agreement.best_plan import (
-    Best,
+    BestPlan,
     PlanningInput,
+    build_planning_input,
     find_best,
     find_missing_link,
     nodes_of,
-    open_case,
     plan_without,
     to_division,
     to_numbers,
@@ -67,7 +67,7 @@ from meshllm.protocol.agreement.continuity import continuations
 from meshllm.protocol.planning.explain import standby_reasons
 from meshllm.protocol.planning.plan import Links, Offer, Plan, PlanStage, Standby
 from meshllm.protocol.planning.policies import POLICIES, SLACK, Policy
-from meshllm.protocol.planning.problem import Problem, pose
+from meshllm.protocol.planning.problem import Problem, build_problem
 from meshllm.protocol.weights.holders import missing_parts, needed_parts
 
 GAIN = 0.15  # of the time per token; less may be noise and does not justify reloading layers
@@ -98,7 +98,7 @@ class Agreement:
     """Living nodes that are leaving."""
     ahead: Plan | None = None
     """A better plan that waits until sessions end; None if none does."""
-    best: Best | None = field(default=None, repr=False, compare=False)
+    best: BestPlan | None = field(default=None, repr=False, compare=False)
     """The planning result, reused by the next `agree`."""
 
     def has_lost(self, plan: Plan | None) -> bool:
@@ -123,7 +123,7 @@ def agree(view: MeshView, before: Agreement | None = None) -> Agreement:
     plan, ahead, standbys = None, None, found.waiting
     best = before.best if before else None
     try:
-        case = open_case(view, found, best)
+        case = build_planning_input(view, found, best)
     except UserError as error:
         best, reason = None, str(error)
     else:
@@ -227,7 +227,7 @@ class _Decision:
     """Nodes for whose weights a better plan waits."""
 
 
-def _decide(case: PlanningInput, best: Best, incumbent: Plan | None, epoch: int) -> _Decision:
+def _decide(case: PlanningInput, best: BestPlan, incumbent: Plan | None, epoch: int) -> _Decision:
     """Decide between the incumbent and the best plan."""
     fault = _fault(case, incumbent) if incumbent else "first plan"
     new = best.plan and replace(best.plan, epoch=epoch, standbys=())
@@ -257,14 +257,14 @@ def _decide(case: PlanningInput, best: Best, incumbent: Plan | None, epoch: int)
     return _Decision(new, better)
 
 
-def _with_spare(best: Best) -> Best:
+def _with_spare(best: BestPlan) -> BestPlan:
     """Return the planning result with the spare plan in place of the best, if it satisfies too."""
     spare = best.spare or best
     plan = spare.plan if spare.plan and _satisfies(best, spare.plan) else None
     return replace(best, plan=plan, policy=spare.policy)
 
 
-def _least_moved(case: PlanningInput, best: Best, incumbent: Plan, new: Plan) -> Plan:
+def _least_moved(case: PlanningInput, best: BestPlan, incumbent: Plan, new: Plan) -> Plan:
     """Return a plan in which the nodes that stay keep their layers, unless it is too slow.
 
     It would be kept as an incumbent just so: the ``new`` plan gains too little for a change. Of
@@ -347,7 +347,7 @@ def _fits(problem: Problem, node: int, span: Span, *, entry: bool) -> bool:
     return span.stop in problem.stops(node, span.start, entry=entry)
 
 
-def _satisfies(best: Best, plan: Plan) -> bool:
+def _satisfies(best: BestPlan, plan: Plan) -> bool:
     """Return whether a working plan satisfies the constraints of the charter, as the best does."""
     ring = to_division(best.problem, plan).order
     return best.problem.allows(ring) and not set(best.exclude) & set(nodes_of(plan))
@@ -378,7 +378,7 @@ def _moved_layers(incumbent: Plan, other: Plan) -> float:
     return sum(a != b for a, b in zip(before, after, strict=True)) / other.layers
 
 
-def _standbys(best: Best, plan: Plan) -> dict[NodeId, str]:
+def _standbys(best: BestPlan, plan: Plan) -> dict[NodeId, str]:
     """Return why each node without a stage has none.
 
     The ring may violate the current terms, so members and spans of the terms are ignored.
@@ -386,7 +386,9 @@ def _standbys(best: Best, plan: Plan) -> dict[NodeId, str]:
     case = best.case
     charter, found, free = case.view.charter, case.found, case.problem
     if case.terms.spans:
-        free = pose(found.offers, found.links, charter.shape, replace(case.terms, spans={}))
+        free = build_problem(
+            found.offers, found.links, charter.shape, replace(case.terms, spans={})
+        )
     problem = replace(free, members=best.problem.members)
     ring = to_division(problem, plan).order
     reasons = {problem.nodes[at]: why for at, why in standby_reasons(problem, ring)}

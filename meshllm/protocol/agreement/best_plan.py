@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from meshllm.errors import MeshError
 from meshllm.names import NodeId, short
 from meshllm.protocol.agreement.candidates import NO_LINK, Candidates, MeshView
-from meshllm.protocol.membership.charter import Charter, Yielding
+from meshllm.protocol.membership.charter import Charter, OverridableTerm
 from meshllm.protocol.planning.partition import Division
 from meshllm.protocol.planning.plan import Ends, Plan, PlanConstraints
 from meshllm.protocol.planning.policies import AUTO, POLICIES, make_plan
-from meshllm.protocol.planning.problem import Problem, pose
+from meshllm.protocol.planning.problem import Problem, build_problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class PlanningInput:
 
 
 @dataclass(frozen=True, slots=True)
-class Best:
+class BestPlan:
     """The best plan and the problem that it solves, or why none was found."""
 
     case: PlanningInput
@@ -34,15 +34,17 @@ class Best:
     missing: str = ""
     exclude: Collection[NodeId] = ()
     """Nodes that the charter excludes, as far as it could be satisfied, and ending ones."""
-    ignored: tuple[Yielding, ...] = ()
+    ignored: tuple[OverridableTerm, ...] = ()
     """Terms with which no ring was found, so that the founder's values count."""
     policy: str = AUTO
     """The policy that made the plan: that of the charter may find none."""
-    spare: "Best | None" = None
+    spare: "BestPlan | None" = None
     """The best without nodes that lack weights, see `plan_without`."""
 
 
-def open_case(view: MeshView, found: Candidates, before: Best | None = None) -> PlanningInput:
+def build_planning_input(
+    view: MeshView, found: Candidates, before: BestPlan | None = None
+) -> PlanningInput:
     """Build the planning input; raise `UserError` if the charter contradicts itself.
 
     It has the problem of ``before`` if the planner would get the same input.
@@ -56,10 +58,12 @@ def open_case(view: MeshView, found: Candidates, before: Best | None = None) -> 
         case = replace(before.case, view=view, found=found, terms=terms)
         if _planner_input(case) == _planner_input(before.case):
             return case
-    return PlanningInput(view, found, terms, pose(found.offers, found.links, charter.shape, terms))
+    return PlanningInput(
+        view, found, terms, build_problem(found.offers, found.links, charter.shape, terms)
+    )
 
 
-def find_best(case: PlanningInput, before: Best | None = None) -> Best:
+def find_best(case: PlanningInput, before: BestPlan | None = None) -> BestPlan:
     """Plan under all constraints, then under fewer if no ring satisfies them."""
     if before is not None and before.case.problem is case.problem:
         return replace(before, case=case)
@@ -70,14 +74,14 @@ def find_best(case: PlanningInput, before: Best | None = None) -> Best:
     return best
 
 
-def plan_without(best: Best, nodes: Collection[NodeId]) -> Best:
+def plan_without(best: BestPlan, nodes: Collection[NodeId]) -> BestPlan:
     """Add the best plan without some nodes, which is reused as `find_best` does."""
     view = replace(best.case.view, ending=best.case.view.ending.union(nodes))
-    case = open_case(view, best.case.found, best.spare)
+    case = build_planning_input(view, best.case.found, best.spare)
     return replace(best, spare=find_best(case, best.spare))
 
 
-def _search(case: PlanningInput) -> Best:
+def _search(case: PlanningInput) -> BestPlan:
     charter, found = case.view.charter, case.found
     relaxed = _relaxed_terms(case)
     missing = ""
@@ -94,10 +98,10 @@ def _search(case: PlanningInput) -> Best:
                 continue
             why = _excess(plan, relaxed[0].members) or find_missing_link(plan, found)
             if not why:
-                problem = pose(found.offers, found.links, charter.shape, terms)
-                return Best(case, plan, problem, exclude=_excluded(case), policy=policy)
+                problem = build_problem(found.offers, found.links, charter.shape, terms)
+                return BestPlan(case, plan, problem, exclude=_excluded(case), policy=policy)
             missing = missing or why
-    return Best(case, None, case.problem, missing, _excluded(case))
+    return BestPlan(case, None, case.problem, missing, _excluded(case))
 
 
 def find_missing_link(plan: Plan, found: Candidates) -> str:

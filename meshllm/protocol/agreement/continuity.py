@@ -11,11 +11,11 @@ from itertools import chain, groupby, islice, product
 from meshllm.names import NodeId, Span
 from meshllm.protocol.planning.plan import Plan, PlanStage
 
-MOST_SPARE = 3
+MAX_SPARE = 3
 """Nodes without layers that are tried for each gap."""
 CUTS = 4
 """Parts of a gap: its neighbours may divide it at the end of any of them."""
-MOST_TRIED = 64
+MAX_TRIED = 64
 """Plans."""
 
 Stages = tuple[PlanStage, ...]
@@ -37,10 +37,10 @@ def continuations(
         return
     most = _most_for_each(sum(not stays for stays, _ in groups))
     options = [
-        [stages] if stays else [*islice(_filled(stages, kept, spare[:MOST_SPARE]), most)]
+        [stages] if stays else [*islice(_filled(stages, kept, spare[:MAX_SPARE]), most)]
         for stays, stages in groups
     ]
-    for chosen in islice(product(*options), MOST_TRIED):
+    for chosen in islice(product(*options), MAX_TRIED):
         stages = _merged(chain.from_iterable(chosen))
         nodes = [stage.node for stage in stages]
         if len(set(nodes)) == len(nodes):
@@ -52,7 +52,7 @@ def _most_for_each(gaps: int) -> int:
 
     At least 2: with too many gaps for that, only the last ones vary.
     """
-    return max(2, *(ways for ways in range(1, MOST_TRIED + 1) if ways**gaps <= MOST_TRIED))
+    return max(2, *(ways for ways in range(1, MAX_TRIED + 1) if ways**gaps <= MAX_TRIED))
 
 
 def _filled(

@@ -15,7 +15,7 @@ from meshllm.protocol.planning.problem import HEADROOM_PERCENT
 
 
 @dataclass(slots=True)
-class Filling(GroupTable):
+class GroupAssigner(GroupTable):
     """A table whose groups take nodes and shares."""
 
     def fill(self, number: int, *, strict: bool) -> None:

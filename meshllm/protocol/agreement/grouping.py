@@ -76,7 +76,7 @@ from dataclasses import replace
 from meshllm.names import FIRST_GROUP, NODE_ID_BYTES, GroupId, NodeId
 from meshllm.protocol.agreement.agreement import Agreement, agree
 from meshllm.protocol.agreement.candidates import MeshView
-from meshllm.protocol.agreement.filling import Filling
+from meshllm.protocol.agreement.filling import GroupAssigner
 from meshllm.protocol.agreement.group_table import GroupTable
 from meshllm.protocol.agreement.groups import Group, NodeGroups, find_group, groups_in, groups_of
 
@@ -108,12 +108,12 @@ def _yielding(view: MeshView, table: GroupTable) -> frozenset[GroupId]:
     return frozenset(each.id for each in table.groups if not each.replica and each.id in lacks)
 
 
-def _group(view: MeshView, eased: frozenset[GroupId] = frozenset()) -> Filling:
+def _group(view: MeshView, eased: frozenset[GroupId] = frozenset()) -> GroupAssigner:
     """Move nodes until nothing changes; terms of members do not hold for the groups ``eased``.
 
     Groups that take the same nodes from each other in turn stop where that begins again.
     """
-    filling = Filling(view, eased)
+    filling = GroupAssigner(view, eased)
     filling.end_shares()
     seen = [filling.parts()]
     while True:
@@ -189,6 +189,6 @@ def _sharing(view: MeshView, group: Group) -> frozenset[NodeId]:
 
 def _ending(view: MeshView, group: Group) -> frozenset[NodeId]:
     """Return the nodes whose shares in a ring end once a plan without them is in force."""
-    filling = Filling(view)
+    filling = GroupAssigner(view)
     filling.end_shares()
     return frozenset(node for node, shares in filling.ending.items() if group.id in shares)

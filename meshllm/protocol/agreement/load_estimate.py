@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from math import ceil
 
-LEAST_S, MOST_S = 1, 600  # of an estimate; a client asks at least every 10 minutes
+MIN_S, MAX_S = 1, 600  # of an estimate; a client asks at least every 10 minutes
 
 
 @dataclass(frozen=True, slots=True)
-class PastLoad:
+class PastModelLoad:
     """A model that was loaded on request: from its first plan until a ring served it."""
 
     span_bytes: int
@@ -16,7 +16,7 @@ class PastLoad:
 
 
 def retry_s(
-    waited_s: float, loading_s: float = 0.0, span_bytes: int = 0, last: PastLoad | None = None
+    waited_s: float, loading_s: float = 0.0, span_bytes: int = 0, last: PastModelLoad | None = None
 ) -> int:
     """Return after how many seconds a request for a model that was not served may be repeated.
 
@@ -26,4 +26,4 @@ def retry_s(
     """
     expected_s = last.seconds * span_bytes / last.span_bytes if last else 0.0
     left_s = expected_s - loading_s if expected_s > loading_s else waited_s
-    return ceil(min(max(left_s, LEAST_S), MOST_S))
+    return ceil(min(max(left_s, MIN_S), MAX_S))

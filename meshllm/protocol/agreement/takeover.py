@@ -13,7 +13,7 @@ from meshllm.protocol.agreement.agreement import Agreement, agree
 from meshllm.protocol.agreement.candidates import MeshView
 from meshllm.protocol.planning.plan import Plan
 
-MOST_TRIED = 16  # nodes of a ring, those with the most bytes: each of them takes a planning
+MAX_TRIED = 16  # nodes of a ring, those with the most bytes: each of them takes a planning
 
 
 def takeover(agreement: Agreement) -> Plan | None:
@@ -30,7 +30,7 @@ def takeover(agreement: Agreement) -> Plan | None:
     if plan.rank(view.me) is not None:
         return None
     sizes = {stage.node: _bytes_of(plan, stage.node, view) for stage in plan.stages}
-    tried = sorted(sizes, key=lambda node: -sizes[node])[:MOST_TRIED]
+    tried = sorted(sizes, key=lambda node: -sizes[node])[:MAX_TRIED]
     after = [agree(replace(view, removed=(*view.removed, node))).plan for node in tried]
     helped = [each for each in after if each and each.rank(view.me) is not None]
     return max(helped, key=lambda each: _bytes_of(each, view.me, view), default=None)

@@ -24,7 +24,7 @@ from functools import lru_cache
 
 from meshllm.errors import UserError
 from meshllm.names import NodeId, Span
-from meshllm.protocol.agreement.best_plan import find_best, open_case
+from meshllm.protocol.agreement.best_plan import build_planning_input, find_best
 from meshllm.protocol.agreement.candidates import NO_LINK, Candidates, MeshView
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.planning.plan import Ends, Links, LinkSpeed, ModelSizes, Offer, Plan
@@ -99,7 +99,7 @@ def _planned(
     found = Candidates(offers, Links(dict(wires), NO_LINK), {}, {}, dict(spans))
     nobody = offers[0].node  # no author takes part in this
     try:
-        case = open_case(MeshView(nobody, charter, nobody, {}, {}), found)
+        case = build_planning_input(MeshView(nobody, charter, nobody, {}, {}), found)
     except UserError:
         return None
     return find_best(case).plan

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from meshllm.errors import Busy, UserError
 from meshllm.names import NodeId
 from meshllm.protocol.agreement.agreement import Agreement
-from meshllm.protocol.agreement.best_plan import find_best, nodes_of, open_case
+from meshllm.protocol.agreement.best_plan import build_planning_input, find_best, nodes_of
 from meshllm.protocol.agreement.candidates import MAX_MEMORY_BYTES, Candidates, find_candidates
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import MAX_LAYERS, Profile
@@ -58,7 +58,7 @@ def try_out(agreement: Agreement, terms: TrialTerms) -> Trial:
     view = replace(known, charter=charter, profiles=profiles)
     followed = nodes_of(agreement.plan) if agreement.plan else ()
     found = find_candidates(view, agreement.alive, followed)
-    best = find_best(open_case(view, found))
+    best = find_best(build_planning_input(view, found))
     plan, prediction = best.plan, None
     if plan is not None:
         prediction = predict(plan, found.offers, found.links, charter.shape)

@@ -77,14 +77,14 @@ QUANTUM = 512  # tokens of an answer for which there is room at a time, and of c
 SHORT_ANSWER = 2 * QUANTUM  # tokens; a longer one may run for minutes
 SHORT_ROOM = 2 * SHORT_ANSWER  # tokens that long ones leave: a short answer, and a prompt
 
-Asker: TypeAlias = NodeId | str | None
+Requester: TypeAlias = NodeId | str | None
 """A node or client, the scope of an API key of this node, or None: the owner of this node."""
 
 
 Key = TypeVar("Key", bound=Hashable)
 
 
-def asker_of(scope: PrefixScope) -> Asker:
+def requester_of(scope: PrefixScope) -> Requester:
     """Return whose turn a request takes; another node answers for those who ask it."""
     node, name = scope
     if node is not None:
@@ -92,10 +92,10 @@ def asker_of(scope: PrefixScope) -> Asker:
     return None if is_owners(scope) else name
 
 
-def turn_of(scope: PrefixScope) -> tuple[Asker, str]:
+def queue_key_of(scope: PrefixScope) -> tuple[Requester, str]:
     """Return whose turn a request takes, and the name in whose scope another node asks it."""
     node, name = scope
-    return asker_of(scope), name if node is not None else ""
+    return requester_of(scope), name if node is not None else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +215,7 @@ class _AskerQueue:
 class _Admitted:
     """A generation that has started."""
 
-    asker: Asker
+    requester: Requester
     name: str
     demand: _Demand
 
@@ -235,15 +235,15 @@ class Admission:
         self._long = set[SessionId]()  # of the admitted ones
         self._ended = set[SessionId]()  # and those that have yet to leave
         self._owner_at = -math.inf  # when the owner last asked or left
-        self._waiting: dict[Asker, _AskerQueue] = {}
-        self._turns = _Turns[Asker]()
+        self._waiting: dict[Requester, _AskerQueue] = {}
+        self._turns = _Turns[Requester]()
 
     def ask(
         self,
         session: SessionId,
         tokens: int,
         now: float,
-        asker: Asker = None,
+        requester: Requester = None,
         name: str = "",
         *,
         answer: int = 0,
@@ -260,7 +260,7 @@ class Admission:
         """
         if not self._budget.holds(tokens):
             raise self._too_long(tokens)
-        if self._is_full(asker):
+        if self._is_full(requester):
             waiting = sum(map(len, self._waiting.values()))
             raise Busy(
                 f"The queue is full: {len(self._admitted)} generations are running and"
@@ -268,9 +268,9 @@ class Admission:
                 hint="retry later",
             )
         demand = _Demand(tokens - answer, tokens)
-        self._waiting.setdefault(asker, _AskerQueue()).add(session, demand, name)
-        self._turns.enter(asker)
-        if asker is None:
+        self._waiting.setdefault(requester, _AskerQueue()).add(session, demand, name)
+        self._turns.enter(requester)
+        if requester is None:
             self._owner_at = now
         return self._admit(now)
 
@@ -285,12 +285,12 @@ class Admission:
 
     def leave(self, session: SessionId, now: float) -> list[SessionId]:
         """Remove a generation; return those that may start or go on now."""
-        for asker, queue in self._waiting.items():
+        for requester, queue in self._waiting.items():
             if session in queue:
-                self._forget(asker, session, 0)
+                self._forget(requester, session, 0)
                 break
         left = self._admitted.pop(session, None)
-        if left and left.asker is None:
+        if left and left.requester is None:
             self._owner_at = now
         self._paused.pop(session, None)
         self._room.pop(session, None)
@@ -324,20 +324,20 @@ class Admission:
         others = max(1, self._most - is_left)
         begun, blocked = self._go_on(others)
         while self._waiting and self._has_place(None, others):
-            asker = self._turn()
-            if not self._has_place(asker, others):
+            requester = self._turn()
+            if not self._has_place(requester, others):
                 break
-            session, demand = self._waiting[asker].first()
-            before = (each for each in blocked if asker is not None or each.asker is None)
+            session, demand = self._waiting[requester].first()
+            before = (each for each in blocked if requester is not None or each.requester is None)
             ahead = next((each.demand for each in before), None)
-            if ahead or not self._starts(session, demand, asker):
+            if ahead or not self._starts(session, demand, requester):
                 found = self._overtaking(ahead or demand, others)
                 if found is None:
                     break
-                asker, session, demand = found
-            self._turns.spend(asker, demand.tokens)
-            name = self._forget(asker, session, demand.tokens)
-            self._admitted[session] = _Admitted(asker, name, demand)
+                requester, session, demand = found
+            self._turns.spend(requester, demand.tokens)
+            name = self._forget(requester, session, demand.tokens)
+            self._admitted[session] = _Admitted(requester, name, demand)
             self._room[session] = demand.tokens
             begun.append(session)
         return begun
@@ -346,10 +346,10 @@ class Admission:
         """Let paused generations go on; return them, and those that have a place and no room."""
         begun, blocked = list[SessionId](), list[SessionId]()
         for session in sorted(
-            self._paused, key=lambda each: self._admitted[each].asker is not None
+            self._paused, key=lambda each: self._admitted[each].requester is not None
         ):
             found, tokens = self._admitted[session], self._paused[session]
-            if not self._has_place(found.asker, others, is_long=self._is_long(session)):
+            if not self._has_place(found.requester, others, is_long=self._is_long(session)):
                 continue
             is_fit = self._leaves_room(session, found.demand, tokens)
             if is_fit and self._budget.reserve(session, tokens):
@@ -377,32 +377,32 @@ class Admission:
         if self._is_long(session):
             self._long.add(session)
         self._room[session] = self._paused.pop(session)
-        self._turns.spend(found.asker, QUANTUM)
-        if queue := self._waiting.get(found.asker):
+        self._turns.spend(found.requester, QUANTUM)
+        if queue := self._waiting.get(found.requester):
             queue.spend(found.name, QUANTUM)
         return session
 
-    def _has_place(self, asker: Asker, others: int, *, is_long: bool = False) -> bool:
+    def _has_place(self, requester: Requester, others: int, *, is_long: bool = False) -> bool:
         """Return whether there is a running place, of which others than the owner have fewer.
 
         Long ones leave one of them, and one of those of others.
         """
         running = [each for each in self._admitted if each not in self._paused]
         long = [each for each in running if each in self._long]
-        return self._are_fewer(running, asker, self._most, others) and (
-            not is_long or self._are_fewer(long, asker, self._most - 1, others - 1)
+        return self._are_fewer(running, requester, self._most, others) and (
+            not is_long or self._are_fewer(long, requester, self._most - 1, others - 1)
         )
 
     def _are_fewer(
-        self, sessions: Collection[SessionId], asker: Asker, most: int, others: int
+        self, sessions: Collection[SessionId], requester: Requester, most: int, others: int
     ) -> bool:
         """Return whether these are fewer than ``most``, and those of others than ``others``."""
-        theirs = sum(self._admitted[each].asker is not None for each in sessions)
-        return len(sessions) < max(1, most) and (asker is None or theirs < max(1, others))
+        theirs = sum(self._admitted[each].requester is not None for each in sessions)
+        return len(sessions) < max(1, most) and (requester is None or theirs < max(1, others))
 
-    def _starts(self, session: SessionId, demand: _Demand, asker: Asker) -> bool:
+    def _starts(self, session: SessionId, demand: _Demand, requester: Requester) -> bool:
         """Reserve the room that a generation needs to start, if it may have it."""
-        most = OPEN_PER_PLACE * self._most + (asker is None) + 2 * demand.is_short
+        most = OPEN_PER_PLACE * self._most + (requester is None) + 2 * demand.is_short
         return (
             len(self._admitted) < most
             and self._leaves_room(session, demand, demand.tokens)
@@ -419,40 +419,45 @@ class Admission:
     def _can_leave(self, demand: _Demand) -> bool:
         return self._budget.fits_beside(demand.most, SHORT_ROOM, ())
 
-    def _overtaking(self, blocked: _Demand, others: int) -> tuple[Asker, SessionId, _Demand] | None:
+    def _overtaking(
+        self, blocked: _Demand, others: int
+    ) -> tuple[Requester, SessionId, _Demand] | None:
         """Start a short generation while one that is not waits for room; return it."""
         running = self._admitted.keys() - self._paused.keys() - self._ended
         has_short = any(self._admitted[each].demand.is_short for each in running)
         if blocked.is_short or has_short or not self._can_leave(blocked):
             return None
-        for asker in sorted(
+        for requester in sorted(
             self._waiting, key=lambda each: (each is not None, -self._turns.credit(each))
         ):
-            found = self._waiting[asker].first_short()
-            if found and self._has_place(asker, others) and self._starts(*found, asker):
-                return asker, *found
+            found = self._waiting[requester].first_short()
+            if found and self._has_place(requester, others) and self._starts(*found, requester):
+                return requester, *found
         return None
 
-    def _is_full(self, asker: Asker) -> bool:
-        own, all_of_them = len(self._waiting.get(asker, ())), sum(map(len, self._waiting.values()))
+    def _is_full(self, requester: Requester) -> bool:
+        own, all_of_them = (
+            len(self._waiting.get(requester, ())),
+            sum(map(len, self._waiting.values())),
+        )
         owners = len(self._waiting.get(None, ()))
-        if asker is None:
+        if requester is None:
             return owners >= self._most_waiting
         return own >= 2 * self._most_waiting - (all_of_them - owners)
 
-    def _turn(self) -> Asker:
+    def _turn(self) -> Requester:
         """Return the asker whose first generation is next."""
         if None in self._waiting:
             return None
-        firsts = {asker: queue.first()[1].tokens for asker, queue in self._waiting.items()}
+        firsts = {requester: queue.first()[1].tokens for requester, queue in self._waiting.items()}
         return self._turns.next(firsts)
 
-    def _forget(self, asker: Asker, session: SessionId, spent: int) -> str:
+    def _forget(self, requester: Requester, session: SessionId, spent: int) -> str:
         """Remove a waiting generation; return the name for which it was asked."""
-        name = self._waiting[asker].remove(session, spent)
-        if not self._waiting[asker]:
-            del self._waiting[asker]
-            self._turns.leave(asker)
+        name = self._waiting[requester].remove(session, spent)
+        if not self._waiting[requester]:
+            del self._waiting[requester]
+            self._turns.leave(requester)
         return name
 
     def _too_long(self, tokens: int) -> ContextTooLong:

@@ -1,12 +1,11 @@
 """KV cache budget of a ring in bytes, and how much of it each session holds.
 
-Theory of operation
--------------------
-The planner gives a rank a span of layers that fits its memory; what the weights leave of it is the
-rank's `Room` for KV caches, see `meshllm.protocol.planning.problem.kv_rooms`. Admission counts
-against exactly that number, so what is planned is what is admitted. A stage counts its own room.
-The entry computes the room of every rank from the same signed offers and reserves in all of them at
-once, so the tightest rank decides and a stage need not reject what an entry of ours sends.
+Theory of operation ------------------- The planner gives a rank a span of layers that fits its
+memory; what the weights leave of it is the rank's `KvCapacity` for KV caches, see
+`meshllm.protocol.planning.problem.kv_capacities`. Admission counts against exactly that number, so
+what is planned is what is admitted. A stage counts its own room. The entry computes the room of
+every rank from the same signed offers and reserves in all of them at once, so the tightest rank
+decides and a stage need not reject what an entry of ours sends.
 
 A running session *reserves*: at the entry its prompt and the first part of its answer before it
 starts, and more whenever it has used most of that. So many sessions share a room in which few of
@@ -15,9 +14,9 @@ reserves only what leaves all sessions able to end, one after the other if need 
 memory of those that ended before it (the banker's algorithm, Dijkstra 1965). So no session has to
 be evicted, and one that waits for room gets it. A stage cannot know how long an answer may be, as
 no message carries it, and reserves what each message of rows needs just before they are computed.
-`Room.cost` converts tokens to bytes: what the cache allocates, not what a token needs. Growing
-copies the keys and values one layer at a time, so the largest such copy is counted once on top of
-all sessions.
+`KvCapacity.cost` converts tokens to bytes: what the cache allocates, not what a token needs.
+Growing copies the keys and values one layer at a time, so the largest such copy is counted once on
+top of all sessions.
 
 A finished session may be *kept* for prompts with the same prefix. Kept sessions never block a
 running one: `fits` ignores them, and `meshllm.protocol.kv_cache.prefix_index` evicts the least
@@ -52,7 +51,7 @@ class Cost(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class KvCapacity:
     """Memory of one rank for KV caches."""
 
     total: int
@@ -82,7 +81,7 @@ class _Reservation:
 class KvBudget:
     """The rooms of one or more ranks, and the sessions in them."""
 
-    def __init__(self, rooms: Sequence[Room]) -> None:
+    def __init__(self, rooms: Sequence[KvCapacity]) -> None:
         self.rooms = rooms
         """By rank, beginning with this one."""
         self._reserved: dict[SessionId, _Reservation] = {}

@@ -12,7 +12,7 @@ from meshllm.names import NodeId
 
 MAX_SCOPE_CHARS = 64
 OWNERS = "owner:"
-"""Begins the scopes of this node's owner besides `OWN`: those of the API's doors."""
+"""Begins the scopes of this node's owner besides `OWN`: those of its API servers."""
 SECRET_BYTES = 16
 _HASH_BYTES = 16
 
@@ -36,8 +36,8 @@ class ScopeNames:
         """Hash with a random ``secret`` of `SECRET_BYTES`."""
         self._secret = secret
 
-    def name(self, asker: bytes, within: str = "") -> str:
+    def name(self, requester: bytes, within: str = "") -> str:
         """Return the scope of an asker, who may have given a scope ``within`` its own."""
         hashed = blake2b(key=self._secret, digest_size=_HASH_BYTES)
-        hashed.update(len(asker).to_bytes(8, "big") + asker + within.encode("utf-8"))
+        hashed.update(len(requester).to_bytes(8, "big") + requester + within.encode("utf-8"))
         return hashed.hexdigest()

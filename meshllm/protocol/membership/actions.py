@@ -36,7 +36,7 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
-class Parted:
+class ClosedByPeer:
     """Close the link: the peer sent `Bye`."""
 
     peer: NodeId
@@ -56,4 +56,4 @@ class Changed:
     """Run `agree` again: its input may have changed."""
 
 
-Action: TypeAlias = SendToPeer | DeliverRequest | Drop | Parted | Dial | Changed
+Action: TypeAlias = SendToPeer | DeliverRequest | Drop | ClosedByPeer | Dial | Changed

@@ -87,7 +87,7 @@ _ENDS = {str(each): each for each in Ends}
 
 
 @dataclass(frozen=True, slots=True)
-class Yielding:
+class OverridableTerm:
     """A term in force that a member set; the founder's value counts if no ring satisfies it."""
 
     name: str
@@ -129,7 +129,7 @@ class Charter:
     """Other names of the model in requests."""
     models: tuple["Charter", ...] = ()
     """The further models that the mesh serves, in order of their keys, without further ones."""
-    yields: tuple[Yielding, ...] = ()
+    yields: tuple[OverridableTerm, ...] = ()
     """Those of the `YIELDING` terms whose value is not the founder's."""
 
     @property
@@ -318,14 +318,14 @@ def _yields(
     base: Charter,
     terms: Mapping[str, tuple[NodeId, Term]],
     said: Amendments | None,
-) -> Iterator[Yielding]:
+) -> Iterator[OverridableTerm]:
     """Yield the terms of members that yield, with the values of the founder."""
     for name, (author, _) in terms.items():
         if name not in YIELDING:
             continue
         wanted = _founders(name, base, said)
         if wanted != getattr(merged, name):
-            yield Yielding(name, author, wanted)
+            yield OverridableTerm(name, author, wanted)
 
 
 def _founders(name: str, base: Charter, said: Amendments | None) -> Any:

@@ -73,7 +73,7 @@ class CloseReason(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class MeshBeat:
+class MeshHeartbeat:
     """Keep-alive that measures the round trip and carries a digest of the sender's items."""
 
     stamp: int
@@ -176,7 +176,14 @@ RequestMessage: TypeAlias = Generate | AnswerEvent | CancelRequest | AskModels |
 """Messages that the mesh machine passes through to the node."""
 
 Message: TypeAlias = (
-    MeshBeat | Summary | Items | Want | Bye | FallbackList | RequestMessage | UnknownMeshMessage
+    MeshHeartbeat
+    | Summary
+    | Items
+    | Want
+    | Bye
+    | FallbackList
+    | RequestMessage
+    | UnknownMeshMessage
 )
 
 
@@ -201,7 +208,7 @@ _WHYS = {int(why): why for why in CloseReason}
 def encode(message: Message) -> bytes:
     """Encode a message."""
     match message:
-        case MeshBeat(stamp, echo, held, wall_ms, digest):
+        case MeshHeartbeat(stamp, echo, held, wall_ms, digest):
             return _pack(_MeshKind.BEAT, _BEAT.pack(stamp, echo, held, wall_ms, digest))
         case Summary(entries):
             return _pack_list(_MeshKind.SUMMARY, map(_pack_entry, entries))
@@ -279,10 +286,10 @@ def _read(kind: _MeshKind, reader: Reader) -> Message:
             return _request_message(kind, reader)
 
 
-def _beat(reader: Reader) -> MeshBeat:
+def _beat(reader: Reader) -> MeshHeartbeat:
     stamp, echo, held, wall_ms, digest = reader.unpack(_BEAT)
     reader.bounded("milliseconds since 1970", wall_ms, 0, MAX_WALL_MS)
-    return MeshBeat(stamp, echo, held, wall_ms, digest)
+    return MeshHeartbeat(stamp, echo, held, wall_ms, digest)
 
 
 def _request_message(kind: _MeshKind, reader: Reader) -> RequestMessage:

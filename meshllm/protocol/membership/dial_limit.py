@@ -3,7 +3,7 @@
 Peers choose their addresses, so several of them could make this node call a stranger's server again
 and again, or try all ports of a host. A port, or a node behind a relay there, has `BURST` attempts,
 then one in each `PAUSE_S`. All ports of a host together have `PORTS` times as many. Where a node
-has proved who it is, `MOST_UNANSWERED` attempts come first: a node that restarts is dialled as soon
+has proved who it is, `MAX_UNANSWERED` attempts come first: a node that restarts is dialled as soon
 as it is back. These ports, and no others, do not count for their host: a peer that announces other
 ports of a host must not block the one that is known there.
 """
@@ -13,7 +13,7 @@ from typing import Any
 BURST = 4
 PORTS = 4  # two nodes behind one NAT, each with two transports
 PAUSE_S = 10.0
-MOST_UNANSWERED = 256  # of a node that is away: it is dialled twice a minute, at two addresses
+MAX_UNANSWERED = 256  # of a node that is away: it is dialled twice a minute, at two addresses
 MAX_TARGETS = 4096  # more than MAX_MEMBERS nodes have addresses; a new one replaces the oldest
 
 
@@ -52,7 +52,7 @@ class DialLimit:
         self._ports.forget(at)
         self._hosts.forget(host)  # there may be more nodes
         self._answered.pop(at, None)
-        self._answered[at] = MOST_UNANSWERED
+        self._answered[at] = MAX_UNANSWERED
         _shorten(self._answered)
 
 

@@ -20,7 +20,7 @@ from meshllm.protocol.membership.codec import (
     MAX_SLOTS,
     MAX_WALL_MS,
     CloseReason,
-    MeshBeat,
+    MeshHeartbeat,
 )
 from meshllm.protocol.membership.records import MAX_MEMBERS
 from meshllm.protocol.trust.credential import Credential, Role
@@ -46,7 +46,7 @@ _GAIN = 1 / 8  # weight of a new sample in the smoothed round trip (RFC 6298, al
 
 
 @dataclass(slots=True)
-class Contact:
+class PeerLink:
     """An open link; times are seconds on the driver's clock."""
 
     instance: int
@@ -80,14 +80,14 @@ class Contact:
     fallbacks: tuple[Fallback, ...] = ()
     """What was last sent to a client of other nodes."""
 
-    def beat(self, now: float, wall_s: float, digest: bytes) -> MeshBeat:
+    def beat(self, now: float, wall_s: float, digest: bytes) -> MeshHeartbeat:
         """Return the next beat for the peer."""
         stamp, heard = self.echo or (0, now)
         held = min(micros(now - heard), MAX_HELD_US)
         wall_ms = min(max(0, round(wall_s * 1e3)), MAX_WALL_MS)
-        return MeshBeat(micros(now), stamp, held, wall_ms, digest)
+        return MeshHeartbeat(micros(now), stamp, held, wall_ms, digest)
 
-    def receive_beat(self, beat: MeshBeat, now: float, wall_s: float) -> None:
+    def receive_beat(self, beat: MeshHeartbeat, now: float, wall_s: float) -> None:
         """Handle a beat of the peer; measure the round trip and the clock offset."""
         if now < self.awake + BEAT:  # it may have waited; an earlier echo stays right
             return
@@ -137,7 +137,7 @@ class Contact:
         self.allowance -= items * is_allowed
         return is_allowed
 
-    def _measure(self, beat: MeshBeat, now: float) -> None:
+    def _measure(self, beat: MeshHeartbeat, now: float) -> None:
         sample = micros(now) - beat.echo - beat.held
         # No stamp was echoed yet, or it was not ours: no round trip takes longer than SILENCE.
         if beat.echo == 0 or not 0 <= sample <= micros(SILENCE):
@@ -147,14 +147,14 @@ class Contact:
         self.round_trip_us = max(1, round(smoothed + _GAIN * (sample - smoothed)))
 
 
-class LinkTable(Mapping[NodeId, Contact]):
+class LinkTable(Mapping[NodeId, PeerLink]):
     """The open links, by peer."""
 
     def __init__(self, me: NodeId) -> None:
         self._me = me
-        self._contacts: dict[NodeId, Contact] = {}
+        self._contacts: dict[NodeId, PeerLink] = {}
 
-    def __getitem__(self, peer: NodeId) -> Contact:
+    def __getitem__(self, peer: NodeId) -> PeerLink:
         return self._contacts[peer]
 
     def __iter__(self) -> Iterator[NodeId]:
@@ -168,18 +168,18 @@ class LinkTable(Mapping[NodeId, Contact]):
         """When the first link times out, unless a message arrives."""
         return min((contact.heard for contact in self._contacts.values()), default=inf) + SILENCE
 
-    def nodes(self) -> list[tuple[NodeId, Contact]]:
+    def nodes(self) -> list[tuple[NodeId, PeerLink]]:
         """Return the links to nodes, without those to clients, sorted by node id."""
         return sorted(
             (pair for pair in self._contacts.items() if pair[1].role is Role.NODE),
             key=lambda pair: pair[0],
         )
 
-    def clients(self) -> list[tuple[NodeId, Contact]]:
+    def clients(self) -> list[tuple[NodeId, PeerLink]]:
         """Return the links to clients."""
         return [pair for pair in self._contacts.items() if pair[1].role is Role.CLIENT]
 
-    def refusal(self, peer: NodeId, contact: Contact, now: float) -> CloseReason | None:
+    def refusal(self, peer: NodeId, contact: PeerLink, now: float) -> CloseReason | None:
         """Return why to refuse a new link; None to accept it, replacing an old one if any."""
         if peer == self._me:
             return CloseReason.DUPLICATE
@@ -194,11 +194,11 @@ class LinkTable(Mapping[NodeId, Contact]):
             return CloseReason.DUPLICATE
         return None if contact.is_favoured and not old.is_favoured else CloseReason.CROSSED
 
-    def add(self, peer: NodeId, contact: Contact) -> None:
+    def add(self, peer: NodeId, contact: PeerLink) -> None:
         """Add a link, replacing any other to the peer."""
         self._contacts[peer] = contact
 
-    def remove(self, peer: NodeId) -> Contact | None:
+    def remove(self, peer: NodeId) -> PeerLink | None:
         """Remove and return the link to a peer, if any."""
         return self._contacts.pop(peer, None)
 

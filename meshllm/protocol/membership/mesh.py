@@ -35,10 +35,10 @@ from meshllm.names import NodeId
 from meshllm.protocol.membership.actions import (
     Action,
     Changed,
+    ClosedByPeer,
     DeliverRequest,
     Dial,
     Drop,
-    Parted,
     SendToPeer,
 )
 from meshllm.protocol.membership.charter import Amendments, Charter, amend, effective_terms, merge
@@ -47,7 +47,7 @@ from meshllm.protocol.membership.codec import (
     CloseReason,
     FallbackList,
     Items,
-    MeshBeat,
+    MeshHeartbeat,
     Message,
     Summary,
     UnknownMeshMessage,
@@ -56,10 +56,10 @@ from meshllm.protocol.membership.codec import (
 )
 from meshllm.protocol.membership.dial_schedule import DialSchedule
 from meshllm.protocol.membership.gossip import WHOLE_MESH, Item, Kind, Slot, compare, summarise
-from meshllm.protocol.membership.link_table import BEAT, Contact, LinkTable, republish_delay
+from meshllm.protocol.membership.link_table import BEAT, LinkTable, PeerLink, republish_delay
 from meshllm.protocol.membership.record_store import Record, expires_at_s
 from meshllm.protocol.membership.records import MAX_OBSTACLE_BYTES, Lifecycle, Profile, StateRecord
-from meshllm.protocol.membership.sync import Replica
+from meshllm.protocol.membership.sync import GossipState
 from meshllm.protocol.trust.credential import NO_LIMITS, Credential, Removal, Role
 from meshllm.protocol.trust.fallbacks import Fallback, fallbacks_for
 from meshllm.protocol.trust.identity import NodeKey
@@ -92,7 +92,7 @@ class Mesh:
         """That node, and its tag, which shows whether it is on the machine of the client."""
         self._is_node = credential.role is Role.NODE
         self._open: list[Fallback] = []  # the nodes which clients know from the last message
-        self._replica = Replica(key, credential, incarnation)
+        self._replica = GossipState(key, credential, incarnation)
         self._dials = DialSchedule(key.node)
         self._state: StateRecord | None = None
         self._profile: Profile | None = None
@@ -232,7 +232,7 @@ class Mesh:
         if role is None:
             return [Drop(peer, CloseReason.REMOVED, is_newcomer=True)]
         is_favoured = dialled is (self.me < peer)
-        contact = Contact(instance, role, credential, is_favoured, now, now, host=host)
+        contact = PeerLink(instance, role, credential, is_favoured, now, now, host=host)
         if why := self.links.refusal(peer, contact, now):
             return [Drop(peer, why, is_newcomer=True)]
         actions: list[Action] = []
@@ -311,13 +311,13 @@ class Mesh:
         beats = [self._beat_for(peer, contact, digest, now) for peer, contact in self.links.items()]
         return [*expelled, *beats, *self._tell_fallbacks()]
 
-    def _read(self, peer: NodeId, contact: Contact, message: Message, now: float) -> list[Action]:
+    def _read(self, peer: NodeId, contact: PeerLink, message: Message, now: float) -> list[Action]:
         match message:
-            case MeshBeat():
+            case MeshHeartbeat():
                 return self._receive_beat(peer, contact, message, now)
             case Bye(why):
                 self._unlink(peer, now)
-                return [Parted(peer, why)]
+                return [ClosedByPeer(peer, why)]
             case FallbackList(fallbacks, machine):
                 if self._is_node or contact.role is not Role.NODE:
                     raise PeerFault("Fallbacks that are not sent by a node to a client")
@@ -334,7 +334,7 @@ class Mesh:
                 return [DeliverRequest(peer, message)]
 
     def _receive_beat(
-        self, peer: NodeId, contact: Contact, beat: MeshBeat, now: float
+        self, peer: NodeId, contact: PeerLink, beat: MeshHeartbeat, now: float
     ) -> list[Action]:
         is_first = contact.echo is None
         self.heard = now
@@ -348,7 +348,7 @@ class Mesh:
         return []
 
     def _gossip(
-        self, peer: NodeId, contact: Contact, message: Items | Summary | Want, now: float
+        self, peer: NodeId, contact: PeerLink, message: Items | Summary | Want, now: float
     ) -> list[Action]:
         store, shared = self._replica.records.store, self._replica.shared
         match message:
@@ -367,7 +367,7 @@ class Mesh:
                 assert_never(message)
 
     def _take(
-        self, peer: NodeId, contact: Contact, items: Iterable[Item], now: float
+        self, peer: NodeId, contact: PeerLink, items: Iterable[Item], now: float
     ) -> list[Action]:
         records = self._replica.records
         items, own = list(items), Amendments(())
@@ -399,7 +399,7 @@ class Mesh:
         links = state.links if state else ()
         return item.incarnation if item else 0, {peer for peer, _ in links}
 
-    def _greet(self, peer: NodeId, contact: Contact, now: float) -> list[Action]:
+    def _greet(self, peer: NodeId, contact: PeerLink, now: float) -> list[Action]:
         actions: list[Action] = [self._beat_for(peer, contact, self._replica.digest, now)]
         if self._gossips(contact):
             actions += self._send(peer, self._replica.own())
@@ -425,7 +425,7 @@ class Mesh:
         return [each for client in clients for each in self._tell_fallbacks_to(*client, nodes)]
 
     def _tell_fallbacks_to(
-        self, client: NodeId, contact: Contact, nodes: Iterable[Fallback]
+        self, client: NodeId, contact: PeerLink, nodes: Iterable[Fallback]
     ) -> list[Action]:
         if contact.credential.limits != NO_LIMITS:  # each node counts by itself
             return []
@@ -445,7 +445,7 @@ class Mesh:
             if node in self.alive and node != self.me and states[node].lifecycle not in ends
         ]
 
-    def _is_told(self, contact: Contact, message: Items | Summary | Want) -> bool:
+    def _is_told(self, contact: PeerLink, message: Items | Summary | Want) -> bool:
         """Return whether this client got removals, and nothing else, from a node."""
         return (
             not self._is_node
@@ -492,10 +492,10 @@ class Mesh:
     def _send(self, peer: NodeId, items: list[Item]) -> list[Action]:
         return [SendToPeer(peer, batch) for batch in batches(items)]
 
-    def _beat_for(self, peer: NodeId, contact: Contact, digest: bytes, now: float) -> SendToPeer:
+    def _beat_for(self, peer: NodeId, contact: PeerLink, digest: bytes, now: float) -> SendToPeer:
         return SendToPeer(peer, contact.beat(now, now - self._origin, digest))
 
-    def _gossips(self, contact: Contact) -> bool:
+    def _gossips(self, contact: PeerLink) -> bool:
         return self._is_node and contact.role is Role.NODE
 
     def _expel(self, now: float) -> list[Action]:

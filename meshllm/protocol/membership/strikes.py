@@ -16,7 +16,7 @@ FAULTS_S = 600.0
 MAX_STRUCK = 1024  # peers; a new one replaces the oldest
 
 
-class Strikes:
+class FaultCounter:
     """Counts faults by peer; times are seconds on the driver's clock."""
 
     def __init__(self, most: int = MAX_STRIKES, window_s: float = WINDOW_S) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from meshllm.errors import PeerFault, UserError
 from meshllm.names import NodeId
 from meshllm.protocol.membership.gossip import MAX_ITEM_BYTES, Item, Kind, Slot, digest
-from meshllm.protocol.membership.link_table import AMENDMENTS_COST, REPLACEMENT_COST, Contact
+from meshllm.protocol.membership.link_table import AMENDMENTS_COST, REPLACEMENT_COST, PeerLink
 from meshllm.protocol.membership.record_store import Record, RecordStore, slot_of
 from meshllm.protocol.membership.records import MAX_MEMBERS, StateRecord, alive
 from meshllm.protocol.trust.credential import Credential
@@ -20,7 +20,7 @@ FORGET = 24 * 3600.0  # s; a laptop that slept for a day finds its mesh again
 _OWN = (Kind.PROFILE, Kind.STATE)
 
 
-class Replica:
+class GossipState:
     """One node's replica of the gossip; times are seconds on the driver's clock."""
 
     def __init__(self, key: NodeKey, credential: Credential, incarnation: int) -> None:
@@ -71,7 +71,7 @@ class Replica:
         return [item for item in items if item is not None]
 
     def take(
-        self, peer: NodeId, contact: Contact, items: Iterable[Item], wall_s: float
+        self, peer: NodeId, contact: PeerLink, items: Iterable[Item], wall_s: float
     ) -> tuple[list[Item], list[Item]]:
         """Take items from a peer; return the new ones, and newer items of the peer's own to return.
 

@@ -24,7 +24,7 @@ from meshllm.protocol.kv_cache.admission import MAX_SESSIONS, MIN_SESSIONS
 from meshllm.protocol.planning.plan import Links, LinkSpeed, ModelSizes, Offer, Plan
 from meshllm.protocol.session.codec import MAX_ROWS, size
 from meshllm.protocol.session.messages import Blob, Data, DType, Flags
-from meshllm.protocol.session.pace import Pace
+from meshllm.protocol.session.pace import PrefillPacing
 from meshllm.protocol.session.stage import MAX_PENDING
 
 SIZES = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072)
@@ -115,7 +115,7 @@ class RingTimes:
         first = self.ranks[0].offer
         return self.head_s * first.layer_seconds(rows) / first.layer_seconds(1)
 
-    def first_token_s(self, prompt: int, pace: Pace) -> float:
+    def first_token_s(self, prompt: int, pace: PrefillPacing) -> float:
         """Return the seconds to the first token after a prompt of ``prompt`` tokens."""
         last = len(self.ranks) - 1
         done, sent = [0.0] * len(self.ranks), [0.0] * len(self.ranks)
@@ -131,7 +131,7 @@ class RingTimes:
             back.append(arrived)
         return back[-1] + self.head_s
 
-    def best_pace(self, prompt: int, others: int = 0, most: int = MAX_ROWS) -> Pace:
+    def best_pace(self, prompt: int, others: int = 0, most: int = MAX_ROWS) -> PrefillPacing:
         """Choose the pace of a prompt of ``prompt`` tokens next to ``others`` other sessions.
 
         No chunk has more than ``most`` rows.
@@ -147,13 +147,13 @@ class RingTimes:
         near = _NEAR_BEST * min(times.values())
         return self.pace(max(size for size in allowed if times[size] <= near))
 
-    def pace(self, chunk: int) -> Pace:
+    def pace(self, chunk: int) -> PrefillPacing:
         """Return the pace with as many chunks in flight as keep the slowest rank or link busy."""
         busy = [rank.compute_s(chunk) for rank in self.ranks]
         busy += [self._transmit_s(at, chunk) for at in range(len(self.ranks))]
         trip = sum(busy) + sum(rank.wire.latency_s for rank in self.ranks)
         window = max(len(self.ranks), ceil(trip / max(busy) - _ROUNDING))
-        return Pace(chunk=chunk, window=min(window, MAX_PENDING))
+        return PrefillPacing(chunk=chunk, window=min(window, MAX_PENDING))
 
     def _stall_s(self, prompt: int, chunk: int) -> float:
         """Return the seconds of a chunk in the middle of a prompt on the slowest rank."""
@@ -185,7 +185,7 @@ def ring_times(plan: Plan, offers: Sequence[Offer], links: Links, shape: ModelSi
     return RingTimes(ranks, by_node[nodes[0]].head_s, row_bytes, _header_bytes())
 
 
-def usual_pace(prompt: int, ring: int, most: int = MAX_ROWS) -> Pace:
+def usual_pace(prompt: int, ring: int, most: int = MAX_ROWS) -> PrefillPacing:
     """Choose the pace of a prompt on a ring without measured times.
 
     With M chunks on N equal ranks that each take a + b * rows for one, a prompt of T rows takes
@@ -193,7 +193,9 @@ def usual_pace(prompt: int, ring: int, most: int = MAX_ROWS) -> Pace:
     """
     best = sqrt(prompt * _DEFAULT_START / (ring - 1)) if ring > 1 else inf
     chunk = max(size for size in SIZES if size <= max(best, SIZES[0]))
-    return Pace(chunk=min(chunk, DEFAULT_MAX_ROWS, most, prompt), window=min(ring, MAX_PENDING))
+    return PrefillPacing(
+        chunk=min(chunk, DEFAULT_MAX_ROWS, most, prompt), window=min(ring, MAX_PENDING)
+    )
 
 
 def _attention_s(table: Sequence[tuple[int, float]]) -> float:

@@ -43,7 +43,7 @@ from meshllm.protocol.planning.plan import (
     PlanStage,
     Standby,
 )
-from meshllm.protocol.planning.problem import NANOSECOND, Problem, pose
+from meshllm.protocol.planning.problem import NANOSECOND, Problem, build_problem
 
 SLACK = 20
 """A token may take 1/20 longer: equal machines under load measure up to a fifth apart."""
@@ -116,7 +116,7 @@ def make_plan(
     chosen = find_policy(policy)
     if terms.spans and not chosen.takes_spans:
         raise UserError(f"Policy `{policy}` does not support fixed spans", hint="use `fastest`")
-    problem = pose(offers, links, shape, terms)
+    problem = build_problem(offers, links, shape, terms)
     division = chosen.find(problem)
     if division is None:
         raise refusal(problem, shape)

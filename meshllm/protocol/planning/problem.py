@@ -118,7 +118,7 @@ class Problem:
         return min(stop, bisect_right(self.works, most) - 1)
 
 
-def pose(
+def build_problem(
     offers: Sequence[Offer], links: Links, shape: ModelSizes, terms: PlanConstraints
 ) -> Problem:
     """Build the problem from offers in order of node id.
@@ -159,7 +159,7 @@ def _work(size: int, shape: ModelSizes) -> int:
     return max(1, size * shape.layers * _WORK // sum(shape.layer_bytes))
 
 
-def kv_rooms(plan: Plan, offers: Sequence[Offer], shape: ModelSizes) -> list[int]:
+def kv_capacities(plan: Plan, offers: Sequence[Offer], shape: ModelSizes) -> list[int]:
     """Return the bytes of each rank of a plan for KV caches: what the weights leave free.
 
     A plan made from these offers has room for at least its sessions of full context.
@@ -186,7 +186,7 @@ def room_tokens(plan: Plan, offers: Sequence[Offer], shape: ModelSizes) -> list[
     Raises:
         UserError: a node of the plan made no offer.
     """
-    rooms = kv_rooms(plan, offers, shape)
+    rooms = kv_capacities(plan, offers, shape)
     spans = (slice(stage.span.start, stage.span.stop) for stage in plan.stages)
     costs = (sum(shape.kv_bytes_per_token[span]) for span in spans)
     return [max(0, room) // cost if cost else None for room, cost in zip(rooms, costs, strict=True)]

@@ -10,7 +10,7 @@ kernels, record themselves and read weights from the disk; they have `FIRST_S` i
 has every job of a rank without known times.
 
 A machine that is busy with something else is slower than it was when it was measured. So that it
-does not come and go, the limit rises with what jobs took, up to `MOST_SLOW` times as long as
+does not come and go, the limit rises with what jobs took, up to `MAX_SLOW` times as long as
 planned. Jobs below `TELLING_S` say nothing: another program's time slice is as long.
 """
 
@@ -22,7 +22,7 @@ HANG_S = 3.0  # s; as long as a silent node is taken for alive
 TIMES = 4
 FIRST_S = 60.0  # s
 FIRST_STEPS = 8  # steps of a number of rows until they are replayed
-MOST_SLOW = 10.0
+MAX_SLOW = 10.0
 TELLING_S = 1.0  # s
 
 
@@ -33,7 +33,7 @@ def result_limit_s(times: RingTimes, rows: int, before: int, jobs: int) -> float
     exceeds its own limits and leaves the ring; one that stays is dropping rows.
     """
     slowest = max(rank.compute_s(rows, before) for rank in times.ranks)
-    return FIRST_S + max(HANG_S, TIMES * MOST_SLOW * jobs * slowest)
+    return FIRST_S + max(HANG_S, TIMES * MAX_SLOW * jobs * slowest)
 
 
 class HangLimits:
@@ -66,7 +66,7 @@ class HangLimits:
         if self._rank is None or took_s < TELLING_S:
             return
         if (expected_s := self._expected_s(rows, before, is_step)) > 0:  # else it has no layers
-            self._slowness = min(MOST_SLOW, max(self._slowness, took_s / expected_s))
+            self._slowness = min(MAX_SLOW, max(self._slowness, took_s / expected_s))
 
     def _expected_s(self, rows: int, before: int, is_step: bool) -> float:
         assert self._rank is not None  # checked by the callers

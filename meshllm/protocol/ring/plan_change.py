@@ -53,7 +53,7 @@ class PlanChangeState(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class PlanChangeInput:
     """What one node knows about two plans."""
 
     plan: Plan | None
@@ -117,32 +117,37 @@ class PlanChange:
         self.state, self._wanted, self._latest = PlanChangeState.FOLLOWING, None, None
         self._settles = None
 
-    def look(self, outlook: Outlook, now: float) -> list[Prepare | Follow]:
+    def look(self, plan_change_input: PlanChangeInput, now: float) -> list[Prepare | Follow]:
         """Decide what to do now; called after each change, and at the deadline."""
-        plan, followed = outlook.plan, outlook.followed
-        if plan == followed or (_is_older(plan, followed) and not outlook.is_begun):
+        plan, followed = plan_change_input.plan, plan_change_input.followed
+        if plan == followed or (_is_older(plan, followed) and not plan_change_input.is_begun):
             self.reset()
             return []
-        wanted = plan, outlook.settle_s
+        wanted = plan, plan_change_input.settle_s
         if self.state is PlanChangeState.PREPARING and self._wanted and self._wanted[0] == plan:
-            return self._prepared(outlook, now)
+            return self._prepared(plan_change_input, now)
         if wanted != self._wanted:
             self._wanted, self.state = wanted, PlanChangeState.SETTLING
             since, longest_s = self._settles or (now, 0.0)
-            self._settles = since, max(longest_s, outlook.settle_s)
-            self._settled_at = min(now + outlook.settle_s, since + 2 * self._settles[1])
-        if now < self._settled_at and not outlook.is_begun:
+            self._settles = since, max(longest_s, plan_change_input.settle_s)
+            self._settled_at = min(now + plan_change_input.settle_s, since + 2 * self._settles[1])
+        if now < self._settled_at and not plan_change_input.is_begun:
             return []
-        if plan is None or not outlook.is_whole or outlook.is_begun:
+        if plan is None or not plan_change_input.is_whole or plan_change_input.is_begun:
             return self._follow(plan)
         self.state, self._settles = PlanChangeState.PREPARING, None
         self._latest = now + PREPARE_S if self._latest is None else self._latest
-        return [Prepare(plan), *self._prepared(outlook, now)]
+        return [Prepare(plan), *self._prepared(plan_change_input, now)]
 
-    def _prepared(self, outlook: Outlook, now: float) -> list[Prepare | Follow]:
+    def _prepared(self, plan_change_input: PlanChangeInput, now: float) -> list[Prepare | Follow]:
         is_late = self._latest is not None and now >= self._latest
-        if outlook.is_ready or outlook.is_begun or is_late or not outlook.is_whole:
-            return self._follow(outlook.plan)
+        if (
+            plan_change_input.is_ready
+            or plan_change_input.is_begun
+            or is_late
+            or not plan_change_input.is_whole
+        ):
+            return self._follow(plan_change_input.plan)
         return []
 
     def _follow(self, plan: Plan | None) -> list[Prepare | Follow]:

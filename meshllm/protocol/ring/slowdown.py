@@ -3,7 +3,7 @@
 Theory of operation: a machine is measured once, and may do something else later. Single steps vary
 with the time slices of other programs, so the times of many are added up to a window, and only what
 `WINDOWS` windows in a row agree on counts: the least of them if all are slower than planned, else
-the greatest, if none is. Steps that are planned to be shorter than `LEAST_S` do not count, as their
+the greatest, if none is. Steps that are planned to be shorter than `MIN_S` do not count, as their
 overhead is not planned; nor do the first ones of each number of rows, which are recorded, and those
 behind so many rows that attention matters, whose plan is a rough bound.
 """
@@ -13,12 +13,12 @@ from collections import Counter
 from meshllm.protocol.planning.chunking import RankTimes
 from meshllm.protocol.ring.hang import FIRST_STEPS
 
-LEAST_S = 2e-3  # s of a step
+MIN_S = 2e-3  # s of a step
 WINDOW_S = 5.0  # s of steps,
 WINDOW_STEPS = 32  # and at least so many
 WINDOWS = 3
 RECENT_S = 300.0  # s in which all windows happen
-MOST_ATTENTION = 0.25  # of a step
+MAX_ATTENTION = 0.25  # of a step
 
 
 class Slowdown:
@@ -46,7 +46,7 @@ class Slowdown:
             return
         layers_s = self._rank.compute_s(rows)
         attention_s = self._rank.compute_s(rows, before) - layers_s
-        if layers_s < LEAST_S or attention_s > MOST_ATTENTION * layers_s:
+        if layers_s < MIN_S or attention_s > MAX_ATTENTION * layers_s:
             return
         if not self._window[0]:
             self._since = now

@@ -8,7 +8,7 @@ from meshllm.errors import ContextTooLong, UserError
 from meshllm.names import SessionId
 from meshllm.protocol.drafting.window import MAX_STEP_ROWS
 from meshllm.protocol.session.codec import MAX_POSITION
-from meshllm.protocol.session.messages import Blob, FaultCode, Forward, Tally
+from meshllm.protocol.session.messages import Blob, FaultCode, Forward, RankStats
 from meshllm.request import FinishReason
 
 
@@ -163,7 +163,7 @@ class Failed:
 class Closed:
     """The session has ended on every reachable rank; free the local cache. The last action."""
 
-    tallies: tuple[Tally, ...]
+    tallies: tuple[RankStats, ...]
     """Of rank 1, 2, and so on; empty if Close did not come back."""
 
 

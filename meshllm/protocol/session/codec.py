@@ -30,7 +30,6 @@ from meshllm.protocol.session.blob import HEADER, MAX_DIMS, check_shape, pack_he
 from meshllm.protocol.session.messages import (
     MAX_RANKS,
     PROTOCOL_VERSION,
-    Beat,
     Blob,
     Buffer,
     Cancel,
@@ -40,15 +39,16 @@ from meshllm.protocol.session.messages import (
     FaultCode,
     Flags,
     Gap,
+    Heartbeat,
     Hello,
+    JobTimes,
     KvOffer,
     KvRows,
     Logits,
     Malformed,
     Message,
+    RankStats,
     Resume,
-    Spent,
-    Tally,
     UnknownRingMessage,
 )
 
@@ -125,7 +125,9 @@ def encode(message: Message) -> list[Buffer]:
             return [_pack_small(message)]
 
 
-def _pack_small(message: Hello | KvOffer | Beat | _Control | Fault | UnknownRingMessage) -> bytes:
+def _pack_small(
+    message: Hello | KvOffer | Heartbeat | _Control | Fault | UnknownRingMessage,
+) -> bytes:
     match message:
         case Hello(node, epoch, plan, group):
             return _pack(_RingKind.HELLO, node, epoch, plan) + sized(group)
@@ -139,7 +141,7 @@ def _pack_small(message: Hello | KvOffer | Beat | _Control | Fault | UnknownRing
             return _pack_control(message)
 
 
-def _pack_control(message: Beat | _Control) -> bytes:
+def _pack_control(message: Heartbeat | _Control) -> bytes:
     match message:
         case Close(session, epoch, keep, tallies, is_own):
             head = _pack(_RingKind.CLOSE, session, epoch, keep, len(tallies))
@@ -149,7 +151,7 @@ def _pack_control(message: Beat | _Control) -> bytes:
             head = _pack(_RingKind.RESUME, session, epoch, base, length, whole)
             spans = (_SPAN.pack(span.start, span.stop) for span in lost)
             return b"".join((head, _COUNT.pack(len(lost)), *spans, _HELD.pack(held)))
-        case Beat() | Gap() | Cancel():
+        case Heartbeat() | Gap() | Cancel():
             return _pack_plain(message)
         case _:
             assert_never(message)
@@ -204,7 +206,7 @@ def _build(kind: _RingKind, fields: list[Any], rest: memoryview) -> Message:
             named = Hello if kind is _RingKind.HELLO else KvOffer
             return named(NodeId(node), epoch, Digest(plan), _group(bytes(rest), kind))
         case _RingKind.BEAT:
-            return Beat(*fields)
+            return Heartbeat(*fields)
         case _RingKind.DATA:
             return _data(fields, rest)
         case _RingKind.LOGITS:
@@ -293,14 +295,14 @@ def _lost(reader: Reader) -> tuple[Span, ...]:
     )
 
 
-def _tallies(count: int, reader: Reader) -> tuple[Tally, ...]:
+def _tallies(count: int, reader: Reader) -> tuple[RankStats, ...]:
     _bounded("tallies", count, 0, MAX_RANKS)
-    return tuple(_tally(Reader(reader.sized(MAX_TALLY), "Tally")) for _ in range(count))
+    return tuple(_tally(Reader(reader.sized(MAX_TALLY), "RankStats")) for _ in range(count))
 
 
-def _tally(reader: Reader) -> Tally:
+def _tally(reader: Reader) -> RankStats:
     *spent, steps, bytes_sent, round_trip_us = reader.unpack(_TALLY)
-    return Tally(Spent(*spent), steps, bytes_sent, round_trip_us)
+    return RankStats(JobTimes(*spent), steps, bytes_sent, round_trip_us)
 
 
 def _group(rest: bytes, kind: _RingKind) -> GroupId:
@@ -320,7 +322,7 @@ def _bounded(name: str, value: int, low: int, high: int) -> int:
     return value
 
 
-def _pack_plain(message: Beat | Gap | Cancel) -> bytes:
+def _pack_plain(message: Heartbeat | Gap | Cancel) -> bytes:
     fields = [getattr(message, name) for name in message.__match_args__]
     return _pack(_RingKind[type(message).__name__.upper()], *fields)
 
@@ -340,7 +342,7 @@ def _pack_blob(head: bytes, blob: Blob) -> list[Buffer]:
     return [head + pack_header(blob.dtype, blob.shape) + blob.digest, blob.payload]
 
 
-def _pack_tally(tally: Tally) -> bytes:
+def _pack_tally(tally: RankStats) -> bytes:
     spent = tally.spent
     return _TALLY.pack(
         spent.compute_us,

@@ -103,10 +103,10 @@ from meshllm.protocol.session.messages import (
     Forward,
     Gap,
     Malformed,
+    RankStats,
     Resume,
-    Tally,
 )
-from meshllm.protocol.session.pace import Pace
+from meshllm.protocol.session.pace import PrefillPacing
 from meshllm.protocol.session.stage import MAX_PENDING
 from meshllm.protocol.session.waiting import PromptQueue
 from meshllm.request import FinishReason
@@ -130,7 +130,7 @@ class Entry:
     def __init__(
         self,
         task: GenerationTask,
-        pace: Pace,
+        pace: PrefillPacing,
         queue: PromptQueue | None = None,
         room: int = MAX_POSITION,
     ) -> None:
@@ -548,7 +548,7 @@ class Entry:
         task = self._task
         return [Forward(Close(task.session, task.epoch, keep, is_own=task.is_own))]
 
-    def _closed(self, tallies: tuple[Tally, ...], keep: int = 0) -> list[Action]:
+    def _closed(self, tallies: tuple[RankStats, ...], keep: int = 0) -> list[Action]:
         """End; only what every rank has confirmed to keep is kept here too."""
         self.state, self._kept = EntryState.CLOSED, min(self._kept, keep)
         self._queue.leave(self._task.session)

@@ -37,8 +37,8 @@ from meshllm.errors import PeerFault
 from meshllm.names import NodeId, SessionId, short
 from meshllm.protocol.binary import micros
 from meshllm.protocol.session.messages import (
-    Beat,
     Delivered,
+    Heartbeat,
     Hello,
     KvOffer,
     KvRows,
@@ -65,7 +65,7 @@ class LinkState(Enum):
 _NEXT: dict[LinkState, dict[type[Message | Malformed], LinkState]] = {
     LinkState.DIALING: {Hello: LinkState.OPEN},
     LinkState.OPEN: dict.fromkeys(
-        (Beat, UnknownRingMessage, KvOffer, KvRows, *get_args(Delivered)), LinkState.OPEN
+        (Heartbeat, UnknownRingMessage, KvOffer, KvRows, *get_args(Delivered)), LinkState.OPEN
     ),
 }
 
@@ -74,7 +74,7 @@ _NEXT: dict[LinkState, dict[type[Message | Malformed], LinkState]] = {
 class Send:
     """Send this to the neighbour."""
 
-    message: Hello | Beat
+    message: Hello | Heartbeat
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class NeighbourLink:
         match message:
             case Hello():
                 return [self._beat(now)]
-            case Beat():
+            case Heartbeat():
                 self.is_met = True
                 self._measure(message, now)
                 return []
@@ -178,7 +178,7 @@ class NeighbourLink:
     def _beat(self, now: float) -> Send:
         self._sent = self._beaten = now
         stamp, heard = self._echo or (0, now)
-        return Send(Beat(micros(now), stamp, micros(now - heard)))
+        return Send(Heartbeat(micros(now), stamp, micros(now - heard)))
 
     def _check_hello(self, hello: Hello) -> None:
         ours, theirs = self._hello, hello
@@ -209,7 +209,7 @@ class NeighbourLink:
         known[key] = now
         return False
 
-    def _measure(self, beat: Beat, now: float) -> None:
+    def _measure(self, beat: Heartbeat, now: float) -> None:
         if now < self._awake + BEAT:
             return  # it may have waited; an earlier echo stays right
         self._echo = (beat.stamp, now)

@@ -103,7 +103,7 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class Heartbeat:
     """Keep-alive; ``echo`` returns the ``stamp`` of the last beat received, for the round trip."""
 
     stamp: int
@@ -190,7 +190,7 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
-class Spent:
+class JobTimes:
     """Time spent by jobs on one rank, in microseconds."""
 
     compute_us: int
@@ -200,8 +200,8 @@ class Spent:
     queue_us: int
     """From the arrival of a message to the start of its job on the compute thread."""
 
-    def __add__(self, other: "Spent") -> "Spent":
-        return Spent(
+    def __add__(self, other: "JobTimes") -> "JobTimes":
+        return JobTimes(
             self.compute_us + other.compute_us,
             self.serialise_us + other.serialise_us,
             self.queue_us + other.queue_us,
@@ -214,10 +214,10 @@ class Spent:
 
 
 @dataclass(frozen=True, slots=True)
-class Tally:
+class RankStats:
     """Work of one rank for a session."""
 
-    spent: Spent
+    spent: JobTimes
     """On decode steps."""
     steps: int
     """Decode steps counted in ``spent``."""
@@ -235,7 +235,7 @@ class Close:
     epoch: int
     keep: int = 0
     """Positions to keep for other sessions, if there is room; the rest is freed."""
-    tallies: tuple[Tally, ...] = ()
+    tallies: tuple[RankStats, ...] = ()
     """The tallies of rank 1, 2, and so on."""
     is_own: bool = False
     """The session is one of the owner of the entry: those of others do not push it out."""
@@ -338,7 +338,7 @@ class Malformed:
 Delivered = SessionMessage | Malformed
 """What a link delivers to the entry or the stage of a rank."""
 
-Message = Hello | Beat | SessionMessage | KvOffer | KvRows | UnknownRingMessage
+Message = Hello | Heartbeat | SessionMessage | KvOffer | KvRows | UnknownRingMessage
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,18 +4,18 @@ from dataclasses import dataclass
 
 from meshllm.errors import UserError
 from meshllm.protocol.session.codec import MAX_ROWS
-from meshllm.protocol.session.stage import MAX_PENDING, MOST_PATIENCE_S
+from meshllm.protocol.session.stage import MAX_PATIENCE_S, MAX_PENDING
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class PrefillPacing:
     """Pacing of one generation on a ring."""
 
     chunk: int = 256
     """Rows of a prefill chunk."""
     window: int = 4
     """Chunks in flight: one per stage keeps a ring of 4 busy."""
-    patience_s: float = MOST_PATIENCE_S
+    patience_s: float = MAX_PATIENCE_S
     """Wait for a result before the first retry. Links are reliable and detect silence themselves,
     and a busy rank may queue for minutes: this timeout covers what neither explains."""
     retries: int = 3

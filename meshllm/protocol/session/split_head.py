@@ -27,11 +27,11 @@ PROOFS = 2
 """Answers that are verified before one is used."""
 RECHECKED = 1 / 64
 """Later answers that are verified."""
-CREDIT, MISS, MOST_CREDIT = 8, 2, 8
+CREDIT, MISS, MAX_CREDIT = 8, 2, 8
 """Of a ring: initial credit, cost of an answer that gains nothing, and maximum; others earn 1.
 
 The first answers are late: the last rank traces their computation."""
-REST, MOST_REST = 64, 1 << 14
+REST, MAX_REST = 64, 1 << 14
 """Steps without a request when the credit is used up; doubled each time, up to the second."""
 PATIENCE = 0.5
 """Of the time that the entry's own part took."""
@@ -56,7 +56,7 @@ class SplitHead:
             return False
         if self._credit <= 0:
             self._credit, self._rest = CREDIT, self._next_rest
-            self._next_rest = min(2 * self._rest, MOST_REST)
+            self._next_rest = min(2 * self._rest, MAX_REST)
         self._rest -= self._rest > 0
         return not self._rest
 
@@ -91,6 +91,6 @@ class SplitHead:
         self.is_disabled = True
 
     def _count(self, *, is_gain: bool) -> None:
-        self._credit = min(self._credit + 1, MOST_CREDIT) if is_gain else self._credit - MISS
-        if self._credit == MOST_CREDIT:
+        self._credit = min(self._credit + 1, MAX_CREDIT) if is_gain else self._credit - MISS
+        if self._credit == MAX_CREDIT:
             self._next_rest = REST

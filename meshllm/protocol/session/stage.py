@@ -76,24 +76,24 @@ from meshllm.protocol.session.messages import (
     Flags,
     Forward,
     Gap,
+    JobTimes,
     Logits,
     Malformed,
+    RankStats,
     Resume,
-    Spent,
-    Tally,
 )
 
 MAX_PENDING = 16  # queued Data of one session; an entry never has more in flight
 MAX_WAITING_BYTES = 1 << 30
 """Rows that run or wait on one rank, of all sessions of any model; most need less room, see
 `meshllm.protocol.session.waiting`."""
-MOST_PATIENCE_S = 600.0  # an entry waits no longer for a result, before it asks again
-IDLE_S = MAX_PENDING * MOST_PATIENCE_S  # longer than an entry waits, be it a retry or many results
+MAX_PATIENCE_S = 600.0  # an entry waits no longer for a result, before it asks again
+IDLE_S = MAX_PENDING * MAX_PATIENCE_S  # longer than an entry waits, be it a retry or many results
 MAX_RECOMPUTE_ROWS = 7 * MAX_STEP_ROWS  # of decode steps, after a loss; a few ms of a layer
 MAX_CLOSED = 1024  # closed sessions remembered; Data is late by seconds, not by a thousand answers
 
 _NO_LAYERS = Span(0, 0)
-_EMPTY_TALLY = Tally(Spent(0, 0, 0), 0, 0, 0)
+_EMPTY_TALLY = RankStats(JobTimes(0, 0, 0), 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ class _SessionState:
     capacity: int = 0  # positions for which the cache has room
     running: Data | None = None
     pending: deque[tuple[Data, Compute]] = field(default_factory=deque)
-    tally: Tally = _EMPTY_TALLY
+    tally: RankStats = _EMPTY_TALLY
     feeds_lost: bool = False  # the layer after this rank's last is lost
     has_missed: bool = False  # its cache is gone, and cannot be recomputed any more
     committed: int = 0  # positions that no draft may take back
@@ -247,7 +247,7 @@ class Stage:
         self._index = index or PrefixIndex(KvBudget(()), 0)
         self.budget = self._index.budget
         self._sessions: dict[SessionId, _SessionState] = {}
-        self._closed: dict[SessionId, Tally] = {}
+        self._closed: dict[SessionId, RankStats] = {}
         self._outliving: dict[SessionId, Data] = {}  # rows that run, of ended sessions
 
     def receive(self, message: Delivered, now: float) -> list[Action]:
@@ -272,7 +272,7 @@ class Stage:
                 assert_never(message)
 
     def computed(
-        self, session: SessionId, blob: Blob | None, now: float, spent: Spent
+        self, session: SessionId, blob: Blob | None, now: float, spent: JobTimes
     ) -> list[Action]:
         """Handle the output of the rows that ran, ``[1, keep, D]``, and the time they took."""
         if (ran := self._take_running(session)) is None:
@@ -611,5 +611,5 @@ def _gap(data: Data, kv_len: int) -> Forward:
     return Forward(Gap(data.session, data.epoch, data.gen, kv_len))
 
 
-def _counted(tally: Tally, spent: Spent, bytes_sent: int) -> Tally:
-    return Tally(tally.spent + spent, tally.steps + 1, tally.bytes_sent + bytes_sent, 0)
+def _counted(tally: RankStats, spent: JobTimes, bytes_sent: int) -> RankStats:
+    return RankStats(tally.spent + spent, tally.steps + 1, tally.bytes_sent + bytes_sent, 0)

@@ -3,7 +3,7 @@
 Theory of operation
 -------------------
 Rows wait on a rank that computes more slowly than they arrive, and behind a rank that reads more
-slowly than they are computed. Every rank reserves a `WaitingRoom` for them, those that run and
+slowly than they are computed. Every rank reserves a `RowQueueLimits` for them, those that run and
 those that wait to be sent together. Its size follows from the width of the model, so that all ranks
 know it; a plan counts it with the workspace of a forward, as memory that caches cannot have.
 
@@ -37,7 +37,7 @@ _OTHER_BYTES = 4 << 20  # headers, messages without rows, and a part of the logi
 
 
 @dataclass(frozen=True, slots=True)
-class WaitingRoom:
+class RowQueueLimits:
     """Memory of one rank for rows that run, wait for that, or wait to be sent."""
 
     row_bytes: int

@@ -47,10 +47,11 @@ joiner, and its proof, only after it proved to be its inviter. The proof of a ti
 its secret over this handshake and the joiner's key, and is useless elsewhere. A joiner learns the
 mesh id with the welcome.
 
-The driver of the listener decides on the proof (`Judge`) and calls `admit` or `refuse`; the text of
-a refusal is sent encrypted. The dialer itself checks the listener, which must be a member in the
-role of a node. That comes after the listener has opened the link on its side, so one that is known
-to be removed is sent nothing: it would take the link for one of a member until the dialer closes.
+The driver of the listener decides on the proof (`AuthorizeDialer`) and calls `admit` or `refuse`;
+the text of a refusal is sent encrypted. The dialer itself checks the listener, which must be a
+member in the role of a node. That comes after the listener has opened the link on its side, so one
+that is known to be removed is sent nothing: it would take the link for one of a member until the
+dialer closes.
 """
 
 from collections.abc import Iterable
@@ -64,7 +65,7 @@ from meshllm.protocol.session.messages import PROTOCOL_MINOR
 from meshllm.protocol.trust.credential import Credential, Removals, Role, check, refuse_removed
 from meshllm.protocol.trust.identity import NodeKey
 from meshllm.protocol.trust.ticket import Ticket, TicketProof
-from meshllm.protocol.trust.transcript import HELLO_BYTES, Fresh, Keys, Transcript
+from meshllm.protocol.trust.transcript import HELLO_BYTES, HandshakeRandomness, Keys, Transcript
 
 PRE_AUTH_BYTES = 64 * 1024  # received by one side; an honest handshake takes less than 8 KiB
 FIRST_S = 2.0  # until the first message, which a dialer sends at once
@@ -136,7 +137,7 @@ class UnknownClaim(NotAuthorised):
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
+class LocalIdentity:
     """What this node presents in a handshake."""
 
     key: NodeKey
@@ -161,7 +162,7 @@ class SendHandshake:
 
 
 @dataclass(frozen=True, slots=True)
-class Judge:
+class AuthorizeDialer:
     """Decide on the dialer, then call `HandshakeListener.admit` or `HandshakeListener.refuse`."""
 
     peer: NodeId
@@ -193,9 +194,9 @@ class HandshakeDialer:
 
     def __init__(
         self,
-        own: Own,
+        own: LocalIdentity,
         purpose: Purpose,
-        fresh: Fresh,
+        fresh: HandshakeRandomness,
         *,
         expect: NodeId,
         now_s: float,
@@ -313,8 +314,8 @@ class HandshakeListener:
 
     def __init__(
         self,
-        own: Own,
-        fresh: Fresh,
+        own: LocalIdentity,
+        fresh: HandshakeRandomness,
         guests: Iterable[bytes],
         *,
         now_s: float,
@@ -331,13 +332,13 @@ class HandshakeListener:
         self._member: tuple[NodeId, Credential] | None = None
         self._transcript = Transcript(own.psk, fresh)
         self._received = 0
-        self._judged: Judge | None = None
+        self._judged: AuthorizeDialer | None = None
 
     def is_of_member(self, message: bytes) -> bool:
         """Return whether a first message was made with the mesh id; else `guests` are needed."""
         return self._transcript.is_ours(message)
 
-    def receive(self, message: bytes) -> list[SendHandshake | Judge]:
+    def receive(self, message: bytes) -> list[SendHandshake | AuthorizeDialer]:
         """Handle a message of the dialer.
 
         Raises:
@@ -410,7 +411,7 @@ class HandshakeListener:
         check(credential, peer, self._credential.mesh, self._now_s, self._removals)
         return peer, credential
 
-    def _claim(self, message: bytes) -> Judge:
+    def _claim(self, message: bytes) -> AuthorizeDialer:
         digest = self._transcript.digest
         peer, payload = self._transcript.recognise("dialer", message)
         if len(payload) < _CLAIM.size:
@@ -420,7 +421,7 @@ class HandshakeListener:
             raise self._unknown(f"Purpose {purpose} of a link")
         shown = payload[_CLAIM.size :][: _TICKET.size]
         proof = self._shown_by(peer) or self._read_proof(shown, digest + peer)
-        self._judged = Judge(peer, proof, instance, Purpose(purpose), Features(features))
+        self._judged = AuthorizeDialer(peer, proof, instance, Purpose(purpose), Features(features))
         return self._judged
 
     def _shown_by(self, peer: NodeId) -> Credential | None:

@@ -39,7 +39,7 @@ FIRST_BYTES = HELLO_BYTES + _MAC_BYTES
 
 
 @dataclass(frozen=True, slots=True)
-class Fresh:
+class HandshakeRandomness:
     """Random bytes for one handshake; must never be reused."""
 
     ephemeral: bytes = field(repr=False)
@@ -71,7 +71,7 @@ class OtherVersion(PeerFault):
 class Transcript:
     """One side's view of a handshake; the pre-shared key is the mesh id or that of a ticket."""
 
-    def __init__(self, psk: bytes, fresh: Fresh) -> None:
+    def __init__(self, psk: bytes, fresh: HandshakeRandomness) -> None:
         self.digest = _first_digest(psk)
         """Hash of every byte sent so far by either side."""
         self._psk = psk

@@ -20,7 +20,7 @@ LACKS = "it has no weights"
 """The beginning of the obstacle of a node that needs none, and why."""
 
 ABSENT = bytes(DIGEST_PART_BYTES)
-MOST_LETTERS = 64  # of the name of a model in that of a folder
+MAX_LETTERS = 64  # of the name of a model in that of a folder
 
 
 def digests_in_force(
@@ -129,6 +129,6 @@ def with_fetched(states: Mapping[NodeId, StateRecord]) -> dict[NodeId, StateReco
 
 def name_of(charter: Charter) -> str:
     """Return a name for the folder of a model that comes from peers."""
-    name = charter.shape.name[-MOST_LETTERS:]
+    name = charter.shape.name[-MAX_LETTERS:]
     letters = (each if each.isalnum() and each.isascii() else "-" for each in name)
     return f"{charter.config_digest.hex()[:16]}-{''.join(letters)}"

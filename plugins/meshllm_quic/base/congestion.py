@@ -39,7 +39,7 @@ NAME = "meshllm"
 START_PACKETS = 64
 """Initial window; aioquic sends a quarter of it as a burst: a row of 16 KiB."""
 START_BYTES = 128 * 1024  # limit of the initial window for large datagrams
-LEAST_PACKETS = 4  # MinPipeCwnd of the draft
+MIN_PACKETS = 4  # MinPipeCwnd of the draft
 QUEUE_PACKETS = 6  # queued per flow; 3 ms at 20 Mbit/s
 LATE_S = 0.003  # 1 ms of delayed acknowledgement, 1 ms of timer slack at each end
 RATE_ROUNDS = 10  # window of the maximum filter for the rate: about one cycle
@@ -160,7 +160,7 @@ class Controller(QuicCongestionControl):
     def on_persistent_congestion(self) -> None:
         """Restart with the minimum window (RFC 9002 section 7.6)."""
         self.reset()
-        self._begin(LEAST_PACKETS)
+        self._begin(MIN_PACKETS)
 
     def _begin(self, packets: int) -> None:
         self._floor = self.congestion_window = self._at_most(packets)
@@ -183,7 +183,7 @@ class Controller(QuicCongestionControl):
             self._rates.extend(RATE_ROUNDS * [BACK_OFF * self._rates[-1]])  # replaces all rates
         self._advance(is_congested=is_congested)
         if self._phase is not Phase.STARTUP:
-            self._floor = self._at_most(LEAST_PACKETS)
+            self._floor = self._at_most(MIN_PACKETS)
         self._rates.append(0.0)
 
     def _is_congested(self) -> bool:

@@ -163,7 +163,7 @@ def test_a_key_revoked_by_another_process_is_so_where_the_file_was_opened_twice(
             accounts.revoke("laptop", {NOW})
     """
 
-    with Accounts.open(state) as second:  # as a node with a door does
+    with Accounts.open(state) as second:  # as a node with an API server does
         subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
         found = [each.find(key) for each in (accounts, second)]
 

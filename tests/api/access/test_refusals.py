@@ -1,4 +1,4 @@
-"""Every refusal of a door: its code, and no trace of key or prompt in it or in any log."""
+"""Every refusal of an API server: its code, and no trace of key or prompt in it or in any log."""
 
 import asyncio
 import logging
@@ -10,7 +10,7 @@ import httpx2
 import pytest
 
 from meshllm.api.access.accounts import Accounts, KeyLimits, tag_of
-from meshllm.api.tcp import Door, DoorOptions, open_door
+from meshllm.api.tcp import ApiServer, ApiServerOptions, open_api_server
 from meshllm.errors import UserError
 from tests.builders.fake_node import FakeNode
 
@@ -84,11 +84,13 @@ def keys(accounts: Accounts) -> dict[str, str]:
     return made
 
 
-async def opened(door: FakeNode, accounts: Accounts, *, needs_key: bool) -> AsyncIterator[Door]:
+async def opened(
+    api_server: FakeNode, accounts: Accounts, *, needs_key: bool
+) -> AsyncIterator[ApiServer]:
     """Serve a node on TCP."""
-    options = DoorOptions("127.0.0.1", 0, require_key=needs_key)
-    with open_door(options, accounts) as it:
-        serving = asyncio.ensure_future(it.serve(door))
+    options = ApiServerOptions("127.0.0.1", 0, require_key=needs_key)
+    with open_api_server(options, accounts) as it:
+        serving = asyncio.ensure_future(it.serve(api_server))
         try:
             yield it
         finally:
@@ -100,7 +102,7 @@ async def opened(door: FakeNode, accounts: Accounts, *, needs_key: bool) -> Asyn
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("name", CASES)
 async def test_a_refusal_has_its_code_and_tells_no_secret(
-    door: FakeNode,
+    api_server: FakeNode,
     accounts: Accounts,
     keys: dict[str, str],
     caplog: pytest.LogCaptureFixture,
@@ -111,17 +113,17 @@ async def test_a_refusal_has_its_code_and_tells_no_secret(
     case = CASES[name]
     key = keys.get(case.key, case.key)
     headers = {**({"authorization": f"Bearer {key}"} if key else {}), **dict(case.headers)}
-    door.waits_at = 1
-    async for it in opened(door, accounts, needs_key=case.needs_key):
+    api_server.waits_at = 1
+    async for it in opened(api_server, accounts, needs_key=case.needs_key):
         async with asyncio.timeout(60), httpx2.AsyncClient(timeout=None) as client:
             chat = f"{it.url}/chat/completions"
             first = None
             if case.key == "busy":
                 body = BODIES["/chat/completions"]
                 first = asyncio.ensure_future(client.post(chat, json=body, headers=headers))
-                await door.begun.wait()
+                await api_server.begun.wait()
             said = await client.post(f"{it.url}{path}", json=BODIES[path], headers=headers)
-            door.go.set()
+            api_server.go.set()
             assert first is None or (await first).status_code == 200
 
     assert said.status_code == case.status
@@ -133,12 +135,12 @@ async def test_a_refusal_has_its_code_and_tells_no_secret(
     assert ("retry-after" in said.headers) is case.retry
     told = f"{said.text}{said.headers}"
     assert not [each for each in CANARIES if each in told]
-    assert len(door.requests) == (case.key == "busy")
+    assert len(api_server.requests) == (case.key == "busy")
     _check_logs(caplog, keys)
 
 
 async def test_an_answer_that_fails_tells_no_secret(
-    door: FakeNode, accounts: Accounts, keys: dict[str, str], caplog: pytest.LogCaptureFixture
+    api_server: FakeNode, accounts: Accounts, keys: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
     headers = {"authorization": f"Bearer {keys['right']}"}
@@ -146,13 +148,13 @@ async def test_an_answer_that_fails_tells_no_secret(
         *({**each, "seed": PROMPT} for each in BODIES.values()),
         *({**each, "canary": keys["right"]} for each in BODIES.values()),
     ]
-    async for it in opened(door, accounts, needs_key=True):
+    async for it in opened(api_server, accounts, needs_key=True):
         async with httpx2.AsyncClient(timeout=None) as client:
             refused = [
                 (await client.post(f"{it.url}{path}", json=body, headers=headers)).status_code
                 for path, body in zip([*BODIES] * 2, bodies, strict=True)
             ]
-            door.fails_at = 1
+            api_server.fails_at = 1
             failed = [
                 (await client.post(f"{it.url}{path}", json=body, headers=headers)).status_code
                 for path, body in BODIES.items()
@@ -163,7 +165,7 @@ async def test_an_answer_that_fails_tells_no_secret(
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
-def test_off_loopback_a_door_without_a_key_does_not_open(
+def test_off_loopback_an_api_server_without_a_key_does_not_open(
     accounts: Accounts, caplog: pytest.LogCaptureFixture, host: str
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -173,7 +175,7 @@ def test_off_loopback_a_door_without_a_key_does_not_open(
 
     with (
         pytest.raises(UserError, match="needs a key") as raised,
-        open_door(DoorOptions(host, 0), accounts),
+        open_api_server(ApiServerOptions(host, 0), accounts),
     ):
         pass
 

@@ -7,9 +7,9 @@ from tests.builders.fake_node import FakeNode
 
 
 @pytest.fixture
-def exact(door: FakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
+def exact(api_server: FakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
     async def models(_: FakeNode) -> list[ModelStatus]:
-        known = door.report().model
+        known = api_server.report().model
         assert known
         return [replace(known, epoch=7, is_exact=True)]
 

@@ -19,10 +19,10 @@ TRACED = {"x-meshllm-trace": "1"}
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("streams", [False, True])
 async def test_every_answer_says_what_answered(
-    client: httpx2.AsyncClient, door: FakeNode, path: str, *, streams: bool
+    client: httpx2.AsyncClient, api_server: FakeNode, path: str, *, streams: bool
 ) -> None:
     if path == "/v1/embeddings":
-        door.said = (replace(answer_of("", 0), embedding="AAAAAA=="),)
+        api_server.said = (replace(answer_of("", 0), embedding="AAAAAA=="),)
     asked = {"model": "builtin", **PATHS[path], **({"stream": True} if streams else {})}
     if path == "/v1/embeddings" and streams:
         return
@@ -36,8 +36,10 @@ async def test_every_answer_says_what_answered(
     assert said.headers["x-request-id"]
 
 
-async def test_what_is_unknown_is_left_out(client: httpx2.AsyncClient, door: FakeNode) -> None:
-    door.provided = (ModelStatus("fox", 0, 0, "", "", providers=("desk",)),)
+async def test_what_is_unknown_is_left_out(
+    client: httpx2.AsyncClient, api_server: FakeNode
+) -> None:
+    api_server.provided = (ModelStatus("fox", 0, 0, "", "", providers=("desk",)),)
 
     said = await client.post("/v1/chat/completions", json={"model": "fox", "messages": MESSAGES})
 
@@ -45,10 +47,10 @@ async def test_what_is_unknown_is_left_out(client: httpx2.AsyncClient, door: Fak
     assert found == {"x-request-id"}
 
 
-def traced_answer(door: FakeNode) -> Answer:
+def traced_answer(api_server: FakeNode) -> Answer:
     """Let the node answer with times."""
     answer = replace(answer_of("hello", 5), ttft_ms=12.34567, hops=(HOP,))
-    door.said = (Piece("hello"), answer)
+    api_server.said = (Piece("hello"), answer)
     return answer
 
 
@@ -57,9 +59,9 @@ TRACING = [path for path in PATHS if path != "/v1/embeddings"]
 
 @pytest.mark.parametrize("path", TRACING)
 async def test_a_trace_is_told_once_at_the_end_and_names_no_machine(
-    client: httpx2.AsyncClient, door: FakeNode, path: str
+    client: httpx2.AsyncClient, api_server: FakeNode, path: str
 ) -> None:
-    traced_answer(door)
+    traced_answer(api_server)
     asked = {"model": "builtin", **PATHS[path]}
 
     whole = (await client.post(path, json=asked, headers=TRACED)).json()
@@ -84,22 +86,22 @@ async def test_a_trace_is_told_once_at_the_end_and_names_no_machine(
 
 @pytest.mark.parametrize("path", TRACING)
 async def test_another_value_of_the_trace_header_is_refused(
-    client: httpx2.AsyncClient, door: FakeNode, path: str
+    client: httpx2.AsyncClient, api_server: FakeNode, path: str
 ) -> None:
     asked = {"model": "builtin", **PATHS[path]}
 
     said = await client.post(path, json=asked, headers={"x-meshllm-trace": "yes"})
 
-    assert (said.status_code, door.requests) == (400, [])
+    assert (said.status_code, api_server.requests) == (400, [])
     assert "x-meshllm-trace" in said.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("said", ["x\r\nset-cookie: a=b", "\u20ac", "x" * 129])
 async def test_what_another_node_says_breaks_no_header(
-    client: httpx2.AsyncClient, door: FakeNode, monkeypatch: pytest.MonkeyPatch, said: str
+    client: httpx2.AsyncClient, api_server: FakeNode, monkeypatch: pytest.MonkeyPatch, said: str
 ) -> None:
     async def models(_: FakeNode) -> list[ModelStatus]:
-        known = door.report().model
+        known = api_server.report().model
         assert known
         return [replace(known, fingerprint=f"fp_{said}", providers=("desk",), precision=said)]
 

@@ -33,9 +33,9 @@ async def test_usage_is_last_and_only_on_request(client: httpx2.AsyncClient) -> 
 
 
 async def test_a_late_error_of_a_stream_is_its_last_event(
-    client: httpx2.AsyncClient, door: FakeNode
+    client: httpx2.AsyncClient, api_server: FakeNode
 ) -> None:
-    door.fails_at = 2
+    api_server.fails_at = 2
 
     *_, last = chunks_of(await client.post(PATH, json=STREAM))
 
@@ -81,39 +81,42 @@ DIALECTS = {
 
 
 async def first_part(
-    client: httpx2.AsyncClient, door: FakeNode, advance: Callable[[float], None], path: str
+    client: httpx2.AsyncClient, api_server: FakeNode, advance: Callable[[float], None], path: str
 ) -> str:
     """Return the first part of a stream in which nothing comes for a while."""
     asking = asyncio.ensure_future(client.post(path, json=DIALECTS[path][0]))
-    await door.begun.wait()
+    await api_server.begun.wait()
     advance(KEEP_ALIVE_S)
-    asyncio.get_running_loop().call_later(0, door.go.set)
+    asyncio.get_running_loop().call_later(0, api_server.go.set)
     return (await asking).text.split("\n\n")[0]
 
 
 @pytest.mark.parametrize("path", DIALECTS)
 async def test_a_comment_says_what_a_stream_waits_for(
-    client: httpx2.AsyncClient, door: FakeNode, advance: Callable[[float], None], path: str
+    client: httpx2.AsyncClient, api_server: FakeNode, advance: Callable[[float], None], path: str
 ) -> None:
-    door.progress, door.waits_at = Waiting("its nodes load it: desk\ndata: {}"), 1
+    api_server.progress, api_server.waits_at = Waiting("its nodes load it: desk\ndata: {}"), 1
 
-    assert await first_part(client, door, advance, path) == TOLD
+    assert await first_part(client, api_server, advance, path) == TOLD
 
 
 @pytest.mark.parametrize("path", DIALECTS)
 async def test_what_was_awaited_is_not_told_any_more_once_it_is_there(
-    client: httpx2.AsyncClient, door: FakeNode, advance: Callable[[float], None], path: str
+    client: httpx2.AsyncClient, api_server: FakeNode, advance: Callable[[float], None], path: str
 ) -> None:
-    door.progress, door.said = Waiting("desk loads it"), (Prefilled(1, 2), answer_of("a", 1))
-    door.waits_at = 2
+    api_server.progress, api_server.said = (
+        Waiting("desk loads it"),
+        (Prefilled(1, 2), answer_of("a", 1)),
+    )
+    api_server.waits_at = 2
 
-    assert await first_part(client, door, advance, path) == DIALECTS[path][1]
+    assert await first_part(client, api_server, advance, path) == DIALECTS[path][1]
 
 
 async def test_a_reply_that_is_not_streamed_says_nothing_of_its_wait(
-    client: httpx2.AsyncClient, door: FakeNode
+    client: httpx2.AsyncClient, api_server: FakeNode
 ) -> None:
-    door.progress = Waiting("desk loads it")
+    api_server.progress = Waiting("desk loads it")
 
     said = await client.post(PATH, json=BODY)
 

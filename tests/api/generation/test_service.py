@@ -41,7 +41,7 @@ NOON = 1_795_003_200.0  # of 2026-11-18
 @pytest.fixture
 async def client(service: Service) -> AsyncIterator[httpx2.AsyncClient]:
     transport = httpx2.ASGITransport(public_application(service, AccessPolicy(needs_key=True)))
-    async with httpx2.AsyncClient(transport=transport, base_url="http://door") as client:
+    async with httpx2.AsyncClient(transport=transport, base_url="http://node") as client:
         yield client
 
 
@@ -61,18 +61,18 @@ async def test_a_request_is_accounted_for_by_key(
     assert accounts.usage("model") == [("builtin", KeyUsage(2, 0, 4, 0, 10))]
 
 
-async def test_each_key_has_a_scope_of_its_own(door: FakeNode, accounts: Accounts) -> None:
-    (model,) = await door.models()
+async def test_each_key_has_a_scope_of_its_own(api_server: FakeNode, accounts: Accounts) -> None:
+    (model,) = await api_server.models()
     keys = [ApiKey(name, "", 0, is_owner=name == "own") for name in ("laptop", "own")]
-    askers: list[tuple[Service, ApiKey | None]] = [(Service(door), None)]
-    served = Service(door, accounts)
-    askers += [(served, key) for key in (None, *keys, keys[0])]
+    requesters: list[tuple[Service, ApiKey | None]] = [(Service(api_server), None)]
+    served = Service(api_server, accounts)
+    requesters += [(served, key) for key in (None, *keys, keys[0])]
 
-    for service, key in askers:
+    for service, key in requesters:
         async with aclosing(service.answer(key, model, [Request(raw="hi")])) as events:
             assert [event async for event in events]
 
-    owner, *others, again = [each.scope for each in door.requests]
+    owner, *others, again = [each.scope for each in api_server.requests]
     assert owner == ""
     assert len({owner, *others}) == 4
     assert again == others[1]
@@ -81,24 +81,24 @@ async def test_each_key_has_a_scope_of_its_own(door: FakeNode, accounts: Account
 
 
 async def test_requests_but_embeddings_are_recorded(
-    door: FakeNode, accounts: Accounts, tmp_path: Path
+    api_server: FakeNode, accounts: Accounts, tmp_path: Path
 ) -> None:
     path, asked = tmp_path / "trace", Request(raw="hi")
     with TraceFile.open(path) as file:
-        service = Service(door, accounts, Recorder(file))
+        service = Service(api_server, accounts, Recorder(file))
         model = await service.model(None, "builtin")
         for requests in ([asked, asked], [replace(asked, embeds=True)]):
             _ = [event async for event in service.answer(None, model, requests)]
 
     assert [each.model for each in read_trace(path)] == ["builtin", "builtin"]
-    assert [each.reports_prompt for each in door.requests] == [True, True, False]
+    assert [each.reports_prompt for each in api_server.requests] == [True, True, False]
 
 
 async def test_a_failed_request_is_an_error(
-    client: httpx2.AsyncClient, door: FakeNode, accounts: Accounts
+    client: httpx2.AsyncClient, api_server: FakeNode, accounts: Accounts
 ) -> None:
     key = accounts.create("laptop", KeyLimits(), 0)
-    door.fails_at = 1
+    api_server.fails_at = 1
 
     await client.post(PATH, json=BODY, headers=bearer(key))
 
@@ -106,20 +106,20 @@ async def test_a_failed_request_is_an_error(
 
 
 async def test_a_cancelled_request_counts_what_was_read(
-    service: Service, door: FakeNode, accounts: Accounts
+    service: Service, api_server: FakeNode, accounts: Accounts
 ) -> None:
     (model,) = await service.models(None)
     async with aclosing(service.answer(None, model, [Request(raw="hi")])) as events:
         await anext(events)
 
     assert accounts.usage("key") == [("", KeyUsage(1, 0, 2, 0, 0))]
-    assert door.closed.is_set()
+    assert api_server.closed.is_set()
 
 
 async def test_a_cancelled_prompt_counts_what_was_computed(
-    service: Service, door: FakeNode, accounts: Accounts
+    service: Service, api_server: FakeNode, accounts: Accounts
 ) -> None:
-    door.progress = Prefilled(256, 50_000)
+    api_server.progress = Prefilled(256, 50_000)
     (model,) = await service.models(None)
     async with aclosing(service.answer(None, model, [Request(raw="hi")])) as events:
         await anext(events)
@@ -128,16 +128,16 @@ async def test_a_cancelled_prompt_counts_what_was_computed(
 
 
 async def test_counting_tokens_uses_none(
-    client: httpx2.AsyncClient, door: FakeNode, accounts: Accounts
+    client: httpx2.AsyncClient, api_server: FakeNode, accounts: Accounts
 ) -> None:
     key = accounts.create("laptop", KeyLimits(tokens_per_day=9), 0)
-    door.said, door.progress = (answer_of("", 0),), Prefilled(0, 2)
+    api_server.said, api_server.progress = (answer_of("", 0),), Prefilled(0, 2)
     path = "/v1/messages/count_tokens"
     counted = [await client.post(path, json=BODY, headers=bearer(key)) for _ in range(5)]
 
     assert [each.json() for each in counted] == [{"input_tokens": 2}] * 5
     assert accounts.tokens(day_of(time.time()), "laptop") == 0
-    door.said = ()
+    api_server.said = ()
     assert (await client.post(PATH, json=BODY, headers=bearer(key))).status_code == 200
 
 
@@ -154,10 +154,10 @@ async def test_a_cancelled_answer_of_a_provider_counts_its_pieces(
 async def test_a_key_may_name_an_alias(
     client: httpx2.AsyncClient,
     accounts: Accounts,
-    door: FakeNode,
+    api_server: FakeNode,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    known = door.report().model
+    known = api_server.report().model
     assert known
 
     async def models(_: FakeNode) -> list[ModelStatus]:
@@ -183,7 +183,7 @@ async def test_a_key_may_name_an_alias(
 async def test_a_key_is_for_all_quantisations_of_a_name_or_for_the_rings_of_one(
     client: httpx2.AsyncClient,
     accounts: Accounts,
-    door: FakeNode,
+    api_server: FakeNode,
     limit: str,
     statuses: tuple[int, ...],
     listed: list[str],
@@ -191,7 +191,7 @@ async def test_a_key_is_for_all_quantisations_of_a_name_or_for_the_rings_of_one(
     fox = ModelStatus("fox", 1, 1, "bfloat16", "int8", 2048, key="0" * 16, aliases=("small",))
     small = replace(fox, beside=(ProviderOffer("gpu", "bf16"),))
     stored = replace(fox, name="fox@bfloat16", quant="none", key="1" * 16, shared="fox", aliases=())
-    door.served, door.provided = "", (small, stored)
+    api_server.served, api_server.provided = "", (small, stored)
     headers = bearer(accounts.create("guest", KeyLimits(models=(limit,)), 0))
 
     names = "fox", "fox@int8", "fox@bfloat16"
@@ -249,7 +249,7 @@ async def test_long_requests_of_a_guest_delay_neither_the_owner_nor_all_of_anoth
 
 
 async def test_all_prompts_of_a_batch_are_held_from_its_beginning(
-    service: Service, door: FakeNode, monkeypatch: pytest.MonkeyPatch
+    service: Service, api_server: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (model,) = await service.models(None)
     batch = [Request(ids=tuple(range(16)), max_tokens=0) for _ in range(2048)]
@@ -288,28 +288,28 @@ async def test_a_key_has_so_many_tokens_a_day(
 
 
 async def test_requests_of_a_key_at_the_same_time_share_its_tokens(
-    client: httpx2.AsyncClient, door: FakeNode, accounts: Accounts
+    client: httpx2.AsyncClient, api_server: FakeNode, accounts: Accounts
 ) -> None:
     key = accounts.create("laptop", KeyLimits(tokens_per_day=1000), 0)
-    door.waits_at = 1
+    api_server.waits_at = 1
     body = BODY | {"max_tokens": 900}
     first = asyncio.ensure_future(client.post(PATH, json=body, headers=bearer(key)))
-    await door.begun.wait()
+    await api_server.begun.wait()
 
     second = asyncio.ensure_future(client.post(PATH, json=body, headers=bearer(key)))
-    while len(door.requests) < 2:  # noqa: ASYNC110  # polls until the door asks both
+    while len(api_server.requests) < 2:  # noqa: ASYNC110  # polls until the API server asks both
         await asyncio.sleep(0)
     third = await client.post(PATH, json=body, headers=bearer(key))
-    door.go.set()
+    api_server.go.set()
 
     assert [(await each).status_code for each in (first, second)] == [200, 200]
-    assert [each.max_tokens for each in door.requests] == [900, 1000 - 900 - 2 * 8]
+    assert [each.max_tokens for each in api_server.requests] == [900, 1000 - 900 - 2 * 8]
     assert (third.status_code, third.headers["retry-after"]) == (429, "2")
     assert (await client.post(PATH, json=body, headers=bearer(key))).status_code == 200
 
 
 async def test_all_answers_of_a_request_have_to_fit_into_the_day(
-    client: httpx2.AsyncClient, door: FakeNode, accounts: Accounts
+    client: httpx2.AsyncClient, api_server: FakeNode, accounts: Accounts
 ) -> None:
     key = accounts.create("laptop", KeyLimits(tokens_per_day=1000), 0)
     body = BODY | {"max_tokens": 600}
@@ -318,22 +318,22 @@ async def test_all_answers_of_a_request_have_to_fit_into_the_day(
     one = await client.post(PATH, json=body, headers=bearer(key))
 
     assert (several.status_code, one.status_code) == (429, 200)
-    assert [each.max_tokens for each in door.requests] == [600]
+    assert [each.max_tokens for each in api_server.requests] == [600]
 
 
 async def test_a_prompt_that_proves_too_long_for_the_day_ends_its_request(
-    client: httpx2.AsyncClient, door: FakeNode, accounts: Accounts
+    client: httpx2.AsyncClient, api_server: FakeNode, accounts: Accounts
 ) -> None:
     key = accounts.create("laptop", KeyLimits(tokens_per_day=100), 0)
-    door.said = (Prefilled(50, 200), Piece("never"))
+    api_server.said = (Prefilled(50, 200), Piece("never"))
 
     refused = await client.post(PATH, json=BODY, headers=bearer(key))
 
     assert (refused.status_code, refused.json()["error"]["type"]) == (429, "tokens")
-    assert door.closed.is_set()
+    assert api_server.closed.is_set()
 
 
-async def test_the_tokens_of_another_door_are_counted(
+async def test_the_tokens_of_another_api_server_are_counted(
     client: httpx2.AsyncClient, accounts: Accounts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(time, "time", lambda: NOON)
@@ -361,7 +361,7 @@ async def test_an_answer_is_worth_more_than_its_account(
 
 
 async def test_a_limit_is_checked_before_the_mesh_is_asked(
-    service: Service, door: FakeNode, accounts: Accounts, monkeypatch: pytest.MonkeyPatch
+    service: Service, api_server: FakeNode, accounts: Accounts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(time, "time", lambda: NOON)  # a day could end in between
     key = ApiKey("laptop", "", 0, KeyLimits(tokens_per_day=1))
@@ -371,13 +371,13 @@ async def test_a_limit_is_checked_before_the_mesh_is_asked(
     with pytest.raises(QuotaUsed, match="1 of 1 tokens of today"):
         await anext(service.answer(key, model, [Request(raw="hi")]))
 
-    assert door.requests == []
+    assert api_server.requests == []
 
 
 async def test_an_answer_is_outlined_if_its_key_has_tokens_for_all_of_it(
-    service: Service, door: FakeNode
+    service: Service, api_server: FakeNode
 ) -> None:
-    door.backend = writer = Writer()
+    api_server.backend = writer = Writer()
     [model] = await service.models(None)
     reads = 9 * estimate(OUTLINED)
 
@@ -395,9 +395,9 @@ async def test_an_answer_is_outlined_if_its_key_has_tokens_for_all_of_it(
 
 
 async def test_two_outlines_at_once_share_the_tokens_of_their_key(
-    service: Service, door: FakeNode
+    service: Service, api_server: FakeNode
 ) -> None:
-    door.backend = writer = Writer()
+    api_server.backend = writer = Writer()
     [model] = await service.models(None)
     enough = 9 * estimate(OUTLINED) + OUTLINED.expected_tokens
     key = ApiKey("laptop", "", 0, KeyLimits(tokens_per_day=2 * enough - 1))
@@ -418,10 +418,10 @@ async def test_two_outlines_at_once_share_the_tokens_of_their_key(
 
 
 async def test_a_cancelled_outline_ends_all_its_sessions_which_are_accounted_for(
-    service: Service, door: FakeNode, accounts: Accounts
+    service: Service, api_server: FakeNode, accounts: Accounts
 ) -> None:
     writer = Writer(held={1: asyncio.Event(), 2: asyncio.Event(), 3: asyncio.Event()})
-    door.backend = writer
+    api_server.backend = writer
     [model] = await service.models(None)
     answer = service.answer(None, model, [OUTLINED], OutlineMode.ON)
 
@@ -444,7 +444,7 @@ async def test_a_cancelled_outline_ends_all_its_sessions_which_are_accounted_for
 async def test_only_the_trusted_nodes_of_a_key_see_its_requests(
     client: httpx2.AsyncClient,
     accounts: Accounts,
-    door: FakeNode,
+    api_server: FakeNode,
     asked: list[str] | None,
     trusted: tuple[str, ...],
 ) -> None:
@@ -452,12 +452,12 @@ async def test_only_the_trusted_nodes_of_a_key_see_its_requests(
 
     said = await client.post(PATH, json=BODY | {"meshllm": {"trust": asked}}, headers=bearer(key))
 
-    assert (said.status_code, door.requests[0].trusted) == (200, trusted)
+    assert (said.status_code, api_server.requests[0].trusted) == (200, trusted)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_request_cannot_trust_more_nodes_than_its_key(
-    client: httpx2.AsyncClient, accounts: Accounts, door: FakeNode, *, stream: bool
+    client: httpx2.AsyncClient, accounts: Accounts, api_server: FakeNode, *, stream: bool
 ) -> None:
     key = accounts.create("clinic", KeyLimits(trust=("attic",)), 0)
     body = BODY | {"meshllm": {"trust": ["attic", "desk"]}, "stream": stream}
@@ -467,7 +467,7 @@ async def test_a_request_cannot_trust_more_nodes_than_its_key(
     error = said.json()["error"]
     assert (said.status_code, error["param"]) == (400, "meshllm.trust")
     assert "does not trust the node `desk`" in error["message"]
-    assert not door.requests
+    assert not api_server.requests
 
 
 @pytest.mark.parametrize(
@@ -481,7 +481,7 @@ async def test_a_request_cannot_trust_more_nodes_than_its_key(
 async def test_the_trusted_nodes_of_a_key_hold_for_every_route(
     client: httpx2.AsyncClient,
     accounts: Accounts,
-    door: FakeNode,
+    api_server: FakeNode,
     path: str,
     body: dict[str, object],
 ) -> None:
@@ -489,7 +489,7 @@ async def test_the_trusted_nodes_of_a_key_hold_for_every_route(
 
     said = await client.post(path, json=body, headers=bearer(key))
 
-    assert (said.status_code, door.requests[0].trusted) == (200, ("attic",))
+    assert (said.status_code, api_server.requests[0].trusted) == (200, ("attic",))
 
 
 COUNTED = "/v1/messages/count_tokens"
@@ -500,26 +500,26 @@ REASON = {"/v1/chat/completions", "/v1/messages", "/v1/responses"}
 async def test_the_deadline_and_the_reasoning_of_a_key_hold_for_every_route(
     client: httpx2.AsyncClient,
     accounts: Accounts,
-    door: FakeNode,
+    api_server: FakeNode,
     advance: Callable[[float], None],
     path: str,
 ) -> None:
     key = accounts.create("class", KeyLimits(deadline_s=3600, max_reasoning=9), 0)
     body = {"model": "builtin", **PATHS.get(path, {"messages": BODY["messages"]})}
-    door.waits_at = 0
+    api_server.waits_at = 0
 
     asking = asyncio.ensure_future(client.post(path, json=body, headers=bearer(key)))
-    await door.begun.wait()
+    await api_server.begun.wait()
     advance(3600)
     said = await asking
 
     assert (said.status_code, said.headers["retry-after"]) == (503, "2")
     told = "not complete within 3600 s, the deadline of the key `class`; ask for a shorter answer"
     assert told in said.json()["error"]["message"]
-    assert door.closed.is_set()
+    assert api_server.closed.is_set()
     assert [used.errors for _, used in accounts.usage("key")] == [1]
-    assert door.requests[0].deadline_ms == 3_600_000
-    assert door.requests[0].max_reasoning == (9 if path in REASON else None)
+    assert api_server.requests[0].deadline_ms == 3_600_000
+    assert api_server.requests[0].max_reasoning == (9 if path in REASON else None)
 
 
 @pytest.mark.parametrize(
@@ -529,23 +529,26 @@ async def test_the_deadline_and_the_reasoning_of_a_key_hold_for_every_route(
 async def test_the_earlier_deadline_counts_and_is_named(
     client: httpx2.AsyncClient,
     accounts: Accounts,
-    door: FakeNode,
+    api_server: FakeNode,
     advance: Callable[[float], None],
     own_ms: int,
     whose: str,
 ) -> None:
     key = accounts.create("class", KeyLimits(deadline_s=60), 0)
-    door.waits_at, deadline_ms = 0, min(own_ms, 60_000)
+    api_server.waits_at, deadline_ms = 0, min(own_ms, 60_000)
     body = BODY | {"meshllm": {"deadline_ms": own_ms, "affinity": "x"}}
 
     asking = asyncio.ensure_future(client.post(PATH, json=body, headers=bearer(key)))
-    await door.begun.wait()
+    await api_server.begun.wait()
     advance(deadline_ms / 1000)
     said = await asking
 
     told = f"within {deadline_ms / 1000:g} s, the deadline of {whose}"
     assert told in said.json()["error"]["message"]
-    assert (door.requests[0].deadline_ms, door.requests[0].affinity) == (deadline_ms, "x")
+    assert (api_server.requests[0].deadline_ms, api_server.requests[0].affinity) == (
+        deadline_ms,
+        "x",
+    )
 
 
 @pytest.mark.parametrize(
@@ -555,7 +558,7 @@ async def test_the_earlier_deadline_counts_and_is_named(
 async def test_the_lower_limit_of_reasoning_counts(
     client: httpx2.AsyncClient,
     accounts: Accounts,
-    door: FakeNode,
+    api_server: FakeNode,
     keys: int | None,
     own: int | None,
     most: int,
@@ -565,25 +568,25 @@ async def test_the_lower_limit_of_reasoning_counts(
 
     said = await client.post(PATH, json=body, headers=bearer(key))
 
-    assert (said.status_code, door.requests[0].max_reasoning) == (200, most)
+    assert (said.status_code, api_server.requests[0].max_reasoning) == (200, most)
 
 
 async def test_a_deadline_that_is_invalid_is_refused_with_a_key_that_has_one(
-    client: httpx2.AsyncClient, accounts: Accounts, door: FakeNode
+    client: httpx2.AsyncClient, accounts: Accounts, api_server: FakeNode
 ) -> None:
     key = accounts.create("class", KeyLimits(deadline_s=60), 0)
 
     said = await client.post(PATH, json=BODY | {"meshllm": {"deadline_ms": 0}}, headers=bearer(key))
 
     assert said.json()["error"]["param"] == "meshllm.deadline_ms"
-    assert not door.requests
+    assert not api_server.requests
 
 
 async def test_a_key_that_limits_reasoning_gets_outlines(
-    client: httpx2.AsyncClient, accounts: Accounts, door: FakeNode
+    client: httpx2.AsyncClient, accounts: Accounts, api_server: FakeNode
 ) -> None:
     key = accounts.create("class", KeyLimits(max_reasoning=9), 0)
-    door.backend = writer = Writer()
+    api_server.backend = writer = Writer()
 
     said = await client.post(PATH, json=BODY | {"meshllm": {"outline": True}}, headers=bearer(key))
 

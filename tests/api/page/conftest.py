@@ -1,4 +1,4 @@
-"""A headless Chromium, doors for it to visit, and what no visit may cause."""
+"""A headless Chromium, API servers for it to visit, and what no visit may cause."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from meshllm.api.access.accounts import Accounts, KeyLimits
 from meshllm.api.page import routes
-from meshllm.api.tcp import DoorOptions, open_door
+from meshllm.api.tcp import ApiServerOptions, open_api_server
 from tests.builders.chromium import find_chromium
 from tests.builders.fake_node import FakeNode
 
@@ -37,7 +37,7 @@ async def browser() -> AsyncIterator["Browser"]:
 
 
 class Visit:
-    """A browser at a door, and what its pages did wrong."""
+    """A browser at an API server, and what its pages did wrong."""
 
     def __init__(self, browser: "Browser", url: str) -> None:
         self.url = url
@@ -104,12 +104,12 @@ def owner(accounts: Accounts) -> str:
 
 @asynccontextmanager
 async def visiting(
-    browser: "Browser", door: FakeNode, accounts: Accounts, *, needs_key: bool = False
+    browser: "Browser", api_server: FakeNode, accounts: Accounts, *, needs_key: bool = False
 ) -> AsyncIterator[Visit]:
     """Serve a node on TCP for a browser."""
-    options = DoorOptions("127.0.0.1", 0, require_key=needs_key)
-    with open_door(options, accounts) as opened:
-        serving = asyncio.ensure_future(opened.serve(door))
+    options = ApiServerOptions("127.0.0.1", 0, require_key=needs_key)
+    with open_api_server(options, accounts) as opened:
+        serving = asyncio.ensure_future(opened.serve(api_server))
         try:
             yield Visit(browser, opened.url.removesuffix("v1"))
         finally:
@@ -122,10 +122,10 @@ async def visiting(
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def visit(
-    browser: "Browser", door: FakeNode, accounts: Accounts, monkeypatch: pytest.MonkeyPatch
+    browser: "Browser", api_server: FakeNode, accounts: Accounts, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Visit]:
-    """A browser at a door without a key; the test fails if a page did anything wrong."""
+    """A browser at an API server without a key; the test fails if a page did anything wrong."""
     monkeypatch.setattr(routes, "REFRESH_S", 0.02)
-    async with visiting(browser, door, accounts) as visit:
+    async with visiting(browser, api_server, accounts) as visit:
         yield visit
     assert visit.faults == []

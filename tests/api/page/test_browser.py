@@ -1,4 +1,4 @@
-"""The page in a real browser, at the door of a node that says what a test wants."""
+"""The page in a real browser, at the API server of a node that says what a test wants."""
 
 import asyncio
 from dataclasses import replace
@@ -71,12 +71,12 @@ async def unlock(page: "Page", key: str) -> None:
     await page.click("#use-key")
 
 
-def asked(door: FakeNode) -> list[list[str]]:
+def asked(api_server: FakeNode) -> list[list[str]]:
     """Return the texts of the turns of each request."""
-    return [[turn["content"] for turn in each.turns] for each in door.requests]
+    return [[turn["content"] for turn in each.turns] for each in api_server.requests]
 
 
-async def test_an_answer_is_shown_with_its_time(visit: Visit, door: FakeNode) -> None:
+async def test_an_answer_is_shown_with_its_time(visit: Visit, api_server: FakeNode) -> None:
     page = await visit.open("chat")
 
     await ask(page, "Hi")
@@ -85,19 +85,19 @@ async def test_an_answer_is_shown_with_its_time(visit: Visit, door: FakeNode) ->
     assert "hello w" in await shown.inner_text()
     note = await shown.locator(".actions .quiet").inner_text()
     assert "5 tokens, first after" in note
-    assert f"seed {door.requests[0].sampling.seed}" in note
-    assert asked(door) == [["Hi"]]
+    assert f"seed {api_server.requests[0].sampling.seed}" in note
+    assert asked(api_server) == [["Hi"]]
 
 
-async def test_the_door_of_a_client_says_what_it_does_not_show(
-    visit: Visit, door: FakeNode, monkeypatch: pytest.MonkeyPatch
+async def test_the_api_server_of_a_client_says_what_it_does_not_show(
+    visit: Visit, api_server: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    status = door.report()
+    status = api_server.report()
     assert status.model
     models = (replace(status.model, epoch=1),)
     ring = replace(status.ring, stages=(), predicted=None)
     seen = replace(status, models=models, nodes=(), ring=ring, provided=(FOX,), is_client=True)
-    monkeypatch.setattr(door, "report", lambda: seen)
+    monkeypatch.setattr(api_server, "report", lambda: seen)
     page = await visit.open()
 
     await page.locator("#client-note").wait_for()
@@ -115,7 +115,7 @@ async def test_the_door_of_a_client_says_what_it_does_not_show(
         ["builtin", "bfloat16", "unknown", "1 of 1 ring, 20 layers", "-"],
         ["fox", "bf16", "2,048 tokens", "an engine", "gpu"],
     ]
-    assert asked(door) == [["Hi"]]
+    assert asked(api_server) == [["Hi"]]
 
 
 async def test_a_node_shows_no_note_of_a_client(visit: Visit) -> None:
@@ -136,7 +136,7 @@ async def test_choosing_a_view_keeps_the_header_in_sight(visit: Visit) -> None:
         assert await page.evaluate("() => scrollY") == 0, view
 
 
-async def test_settings_reach_the_model(visit: Visit, door: FakeNode) -> None:
+async def test_settings_reach_the_model(visit: Visit, api_server: FakeNode) -> None:
     page = await visit.open("chat")
     await page.click("#conversation > details > summary")
     for name, value in {"temperature": "0.5", "top_p": "0.9", "most": "7", "seed": "3"}.items():
@@ -145,15 +145,17 @@ async def test_settings_reach_the_model(visit: Visit, door: FakeNode) -> None:
 
     await ask(page, "Hi")
 
-    (request,) = door.requests
-    assert asked(door) == [["Be brief", "Hi"]]
+    (request,) = api_server.requests
+    assert asked(api_server) == [["Be brief", "Hi"]]
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_p, sampling.seed) == (0.5, 0.9, 3)
     assert request.max_tokens == 7
 
 
-async def test_stop_cancels_the_answer_and_keeps_what_came(visit: Visit, door: FakeNode) -> None:
-    door.waits_at = 2
+async def test_stop_cancels_the_answer_and_keeps_what_came(
+    visit: Visit, api_server: FakeNode
+) -> None:
+    api_server.waits_at = 2
     page = await visit.open("chat")
     await page.locator("#model option").first.wait_for(state="attached")
     await page.fill("#question", "Hi")
@@ -161,7 +163,7 @@ async def test_stop_cancels_the_answer_and_keeps_what_came(visit: Visit, door: F
     await page.get_by_text("hello", exact=True).wait_for()
 
     await page.click("#stop")
-    await door.closed.wait()
+    await api_server.closed.wait()
     await page.locator(".assistant .actions").wait_for()
 
     shown = await page.locator(".assistant").inner_text()
@@ -170,19 +172,19 @@ async def test_stop_cancels_the_answer_and_keeps_what_came(visit: Visit, door: F
     assert await page.is_visible("#send")
 
 
-async def test_an_answer_can_be_had_again(visit: Visit, door: FakeNode) -> None:
+async def test_an_answer_can_be_had_again(visit: Visit, api_server: FakeNode) -> None:
     page = await visit.open("chat")
     await ask(page, "Hi")
 
     await page.get_by_role("button", name="Regenerate").click()
     await page.wait_for_function("() => document.querySelector('#turns').ariaBusy === 'false'")
 
-    assert asked(door) == [["Hi"], ["Hi"]]
-    assert door.requests[0].sampling.seed != door.requests[1].sampling.seed
+    assert asked(api_server) == [["Hi"], ["Hi"]]
+    assert api_server.requests[0].sampling.seed != api_server.requests[1].sampling.seed
     assert await page.locator(".turn").count() == 2
 
 
-async def test_an_earlier_question_can_be_edited(visit: Visit, door: FakeNode) -> None:
+async def test_an_earlier_question_can_be_edited(visit: Visit, api_server: FakeNode) -> None:
     page = await visit.open("chat")
     await ask(page, "One")
     await ask(page, "Two", answers=2)
@@ -194,11 +196,11 @@ async def test_an_earlier_question_can_be_edited(visit: Visit, door: FakeNode) -
     await field.press("Enter")
     await page.locator(".assistant .actions").wait_for()
 
-    assert asked(door)[-1] == ["Three"]
+    assert asked(api_server)[-1] == ["Three"]
     assert await page.locator(".turn").count() == 2
 
 
-async def test_editing_can_be_cancelled(visit: Visit, door: FakeNode) -> None:
+async def test_editing_can_be_cancelled(visit: Visit, api_server: FakeNode) -> None:
     page = await visit.open("chat")
     await ask(page, "One")
 
@@ -206,10 +208,10 @@ async def test_editing_can_be_cancelled(visit: Visit, door: FakeNode) -> None:
     await page.get_by_role("button", name="Cancel").click()
 
     assert "One" in await page.locator(".user").inner_text()
-    assert len(door.requests) == 1
+    assert len(api_server.requests) == 1
 
 
-async def test_conversations_survive_a_reload(visit: Visit, door: FakeNode) -> None:
+async def test_conversations_survive_a_reload(visit: Visit, api_server: FakeNode) -> None:
     page = await visit.open("chat")
     await ask(page, "One")
     await page.click("#new")
@@ -228,7 +230,7 @@ async def test_conversations_survive_a_reload(visit: Visit, door: FakeNode) -> N
     assert await page.locator("#talks").inner_text() == "Two"
 
 
-async def test_two_tabs_do_not_undo_each_other(visit: Visit, door: FakeNode) -> None:
+async def test_two_tabs_do_not_undo_each_other(visit: Visit, api_server: FakeNode) -> None:
     first = await visit.open("chat")
     second = await first.context.new_page()
     visit.watch(second)
@@ -245,8 +247,8 @@ async def test_two_tabs_do_not_undo_each_other(visit: Visit, door: FakeNode) -> 
     assert sorted(told.split("\n")) == ["One", "Two"]
 
 
-async def test_a_hostile_answer_is_shown_as_text(visit: Visit, door: FakeNode) -> None:
-    door.said = (Piece(HOSTILE), answer_of(HOSTILE, 9))
+async def test_a_hostile_answer_is_shown_as_text(visit: Visit, api_server: FakeNode) -> None:
+    api_server.said = (Piece(HOSTILE), answer_of(HOSTILE, 9))
     page = await visit.open("chat")
     page.on("dialog", lambda dialog: visit.faults.append(dialog.message))
 
@@ -264,10 +266,10 @@ async def test_a_hostile_answer_is_shown_as_text(visit: Visit, door: FakeNode) -
     assert "noopener" in (await link.get_attribute("rel") or "")
 
 
-async def test_markdown_is_laid_out(visit: Visit, door: FakeNode) -> None:
+async def test_markdown_is_laid_out(visit: Visit, api_server: FakeNode) -> None:
     text = "# Title\n\n1. one\n   - deep\n2. two\n\n> said\n\n*a* **b** `c`\n\n---\n\n"
     text += "```py\nx = 1\n```"
-    door.said = (Piece(text), answer_of(text, 9))
+    api_server.said = (Piece(text), answer_of(text, 9))
     page = await visit.open("chat")
 
     await ask(page, "Hi")
@@ -281,9 +283,9 @@ async def test_markdown_is_laid_out(visit: Visit, door: FakeNode) -> None:
     assert await page.locator(".assistant hr").count() == 1
 
 
-async def test_lines_may_end_as_those_of_windows(visit: Visit, door: FakeNode) -> None:
+async def test_lines_may_end_as_those_of_windows(visit: Visit, api_server: FakeNode) -> None:
     text = "- one\r\n- two\r\n\r\n```py\r\nx = 1\r\n```\r\n"
-    door.said = (Piece(text), answer_of(text, 9))
+    api_server.said = (Piece(text), answer_of(text, 9))
     page = await visit.open("chat")
 
     await ask(page, "Hi")
@@ -292,9 +294,9 @@ async def test_lines_may_end_as_those_of_windows(visit: Visit, door: FakeNode) -
     assert await page.locator(".assistant pre").all_inner_texts() == ["x = 1"]
 
 
-async def test_the_probability_of_each_token_is_shown(visit: Visit, door: FakeNode) -> None:
+async def test_the_probability_of_each_token_is_shown(visit: Visit, api_server: FakeNode) -> None:
     chosen, other = Logprob(1, "yes", tuple(b"yes"), -0.1), Logprob(2, "no", tuple(b"no"), -3.0)
-    door.said = (
+    api_server.said = (
         Piece("yes", logprobs=(TokenLogprobs(chosen, (chosen, other)),)),
         answer_of("yes", 1),
     )
@@ -312,8 +314,8 @@ async def test_the_probability_of_each_token_is_shown(visit: Visit, door: FakeNo
     assert "yes" in await page.inner_text(".assistant p")
 
 
-async def test_reasoning_is_apart_from_the_answer(visit: Visit, door: FakeNode) -> None:
-    door.said = (Piece("", reasoning="because"), Piece("so"), answer_of("so", 2))
+async def test_reasoning_is_apart_from_the_answer(visit: Visit, api_server: FakeNode) -> None:
+    api_server.said = (Piece("", reasoning="because"), Piece("so"), answer_of("so", 2))
     page = await visit.open("chat")
 
     await ask(page, "Hi")
@@ -322,8 +324,8 @@ async def test_reasoning_is_apart_from_the_answer(visit: Visit, door: FakeNode) 
     assert await page.inner_text(".assistant > p") == "so"
 
 
-async def test_an_error_is_told(visit: Visit, door: FakeNode) -> None:
-    door.fails_at = 2
+async def test_an_error_is_told(visit: Visit, api_server: FakeNode) -> None:
+    api_server.fails_at = 2
     page = await visit.open("chat")
 
     await ask(page, "Hi")
@@ -332,71 +334,71 @@ async def test_an_error_is_told(visit: Visit, door: FakeNode) -> None:
     assert "hello" in await page.inner_text(".assistant")
 
 
-async def test_the_mesh_is_drawn_and_a_loss_is_logged(visit: Visit, door: FakeNode) -> None:
+async def test_the_mesh_is_drawn_and_a_loss_is_logged(visit: Visit, api_server: FakeNode) -> None:
     page = await visit.open()
-    name = door.report().nodes[0].name
+    name = api_server.report().nodes[0].name
     await page.locator("#nodes tr").nth(1).wait_for()
     assert await page.inner_text("#summary") == "serving: builtin"
     assert name in (await page.text_content("#ring") or "")
     assert "3.00 ms" in (await page.text_content("#ring") or "")
     assert "tokens/s measured" in await page.inner_text("#figures")
 
-    lost = with_node(door.report(), 1, state=NodeState.DOWN, reason="no link to it")
-    show(door, lost)
+    lost = with_node(api_server.report(), 1, state=NodeState.DOWN, reason="no link to it")
+    show(api_server, lost)
     await page.get_by_text("serving, now down").wait_for()
 
     assert "no link to it" in await page.inner_text("#nodes .bad")
     assert await page.locator("#ring .away").count() == 1
 
 
-async def test_a_model_that_joins_can_be_asked(visit: Visit, door: FakeNode) -> None:
+async def test_a_model_that_joins_can_be_asked(visit: Visit, api_server: FakeNode) -> None:
     page = await visit.open("chat")
     await page.locator("#model option").first.wait_for(state="attached")
-    door.provided = (FOX,)
+    api_server.provided = (FOX,)
     await page.locator("#model option").nth(1).wait_for(state="attached")
     await page.click("#conversation > details > summary")
     await page.select_option("#model", "fox")
 
     await ask(page, "Hi")
 
-    assert door.requests[0].model == "fox"
+    assert api_server.requests[0].model == "fox"
 
 
 async def test_the_model_that_was_chosen_stays_chosen_while_it_is_away(
-    visit: Visit, door: FakeNode
+    visit: Visit, api_server: FakeNode
 ) -> None:
-    door.provided = (FOX,)
+    api_server.provided = (FOX,)
     page = await visit.open("chat")
     await page.locator("#model option").nth(1).wait_for(state="attached")
     await page.click("#conversation > details > summary")
     await page.select_option("#model", "fox")
-    door.provided = ()
+    api_server.provided = ()
     await page.locator("#model option:disabled").wait_for(state="attached")
 
     away = await page.input_value("#model")
-    door.provided = (FOX,)
+    api_server.provided = (FOX,)
     await page.locator("#model option:disabled").wait_for(state="detached")
 
     assert (away, await page.input_value("#model")) == ("fox", "fox")
 
 
-async def test_models_and_who_has_them_are_listed(visit: Visit, door: FakeNode) -> None:
+async def test_models_and_who_has_them_are_listed(visit: Visit, api_server: FakeNode) -> None:
     page = await visit.open("models")
 
     await page.locator("#served").get_by_text("builtin").wait_for()
 
     assert "1 of 1 ring, 20 layers" in await page.inner_text("#served")
     assert await page.is_hidden("#rings-box")
-    show(door, replace(door.report(), rings=RINGS))
+    show(api_server, replace(api_server.report(), rings=RINGS))
     await page.locator("#rings").get_by_text("lacks 2.10 GiB").wait_for()
-    assert door.report().nodes[0].name in await page.inner_text("#served")
+    assert api_server.report().nodes[0].name in await page.inner_text("#served")
 
 
 async def test_the_owners_views_need_an_owners_key(
-    browser: "Browser", door: FakeNode, accounts: Accounts
+    browser: "Browser", api_server: FakeNode, accounts: Accounts
 ) -> None:
     key = accounts.create("guest", KeyLimits(), 0)
-    async with visiting(browser, door, accounts) as visit:
+    async with visiting(browser, api_server, accounts) as visit:
         page = await visit.open("keys")
         assert "needs an owner's key" in await page.inner_text("#keys-locked")
         assert "meshllm key create NAME --owner" in await page.inner_text("#keys-locked")
@@ -409,7 +411,7 @@ async def test_the_owners_views_need_an_owners_key(
         assert await page.locator("#key-rows tr").count() == 0
         await page.click("#to-plan")
         assert await page.is_hidden("#plan-open")
-    assert door.calls == []
+    assert api_server.calls == []
 
 
 async def test_a_key_is_shown_with_the_nodes_that_it_trusts(
@@ -454,11 +456,11 @@ async def test_the_owner_creates_and_revokes_keys(
 
 
 async def test_a_plan_is_predicted_before_anything_moves(
-    visit: Visit, door: FakeNode, owner: str
+    visit: Visit, api_server: FakeNode, owner: str
 ) -> None:
     page = await visit.open("plan")
     await unlock(page, owner)
-    first = door.report().nodes[0]
+    first = api_server.report().nodes[0]
     await page.select_option("#policy", "throughput")
     await page.fill("#members", "2")
     await page.uncheck("#plan-nodes tr:nth-child(2) input[type=checkbox]")
@@ -467,18 +469,18 @@ async def test_a_plan_is_predicted_before_anything_moves(
     await page.click("#predict")
     await page.locator("#plan-stages tr").first.wait_for()
 
-    second = door.report().nodes[1]
+    second = api_server.report().nodes[1]
     terms = PlanTerms("throughput", 2, (second.short,), {first.short: 2 << 30})
-    assert door.calls == [(terms,)]
+    assert api_server.calls == [(terms,)]
     assert "125.0 tokens/s" in await page.inner_text("#plan-figures")
 
 
 async def test_a_plan_begins_with_the_terms_in_force(
-    visit: Visit, door: FakeNode, owner: str
+    visit: Visit, api_server: FakeNode, owner: str
 ) -> None:
-    status = door.report()
+    status = api_server.report()
     second = status.nodes[1]
-    show(door, with_ring(status, members=1, exclude=(second.node,)))
+    show(api_server, with_ring(status, members=1, exclude=(second.node,)))
     page = await visit.open("plan")
     await unlock(page, owner)
     box = "#plan-nodes tr:nth-child(2) input[type=checkbox]"
@@ -492,30 +494,30 @@ async def test_a_plan_begins_with_the_terms_in_force(
     async with page.expect_response("**/owner/plan"):
         await page.click("#predict")
 
-    assert door.calls == [(PlanTerms("auto"),), (PlanTerms("auto", 0, ()),)]
+    assert api_server.calls == [(PlanTerms("auto"),), (PlanTerms("auto", 0, ()),)]
 
 
 async def test_the_owner_plans_with_the_nodes_that_guests_do_not_see(
-    browser: "Browser", door: FakeNode, accounts: Accounts, owner: str
+    browser: "Browser", api_server: FakeNode, accounts: Accounts, owner: str
 ) -> None:
     key = accounts.create("guest", KeyLimits(), 0)
-    async with visiting(browser, door, accounts, needs_key=True) as visit:
+    async with visiting(browser, api_server, accounts, needs_key=True) as visit:
         page = await visit.open("plan")
         await unlock(page, key)
         await page.locator("#plan-nodes tr").first.wait_for(state="attached")
 
         await unlock(page, owner)
 
-        await page.locator("#plan-nodes").get_by_text(door.report().nodes[0].name).wait_for()
+        await page.locator("#plan-nodes").get_by_text(api_server.report().nodes[0].name).wait_for()
         assert await page.input_value("#plan-nodes tr:first-child input[type=number]") == "8"
 
 
-async def test_a_door_that_needs_a_key_asks_for_it(
-    browser: "Browser", door: FakeNode, accounts: Accounts, owner: str
+async def test_an_api_server_that_needs_a_key_asks_for_it(
+    browser: "Browser", api_server: FakeNode, accounts: Accounts, owner: str
 ) -> None:
     key = accounts.create("guest", KeyLimits(), 0)
-    names = {node.name for node in door.report().nodes}
-    async with visiting(browser, door, accounts, needs_key=True) as visit:
+    names = {node.name for node in api_server.report().nodes}
+    async with visiting(browser, api_server, accounts, needs_key=True) as visit:
         page = await visit.open()
         await page.get_by_text("This server needs an API key").wait_for()
         await unlock(page, "wrong")
@@ -536,10 +538,10 @@ async def test_a_door_that_needs_a_key_asks_for_it(
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("width", [375, 768, 1280])
 async def test_every_view_fits_and_can_be_read(
-    visit: Visit, door: FakeNode, owner: str, theme: str, width: int
+    visit: Visit, api_server: FakeNode, owner: str, theme: str, width: int
 ) -> None:
     text = HOSTILE + "\n\n" + "x" * 300
-    door.said = (Piece(text), answer_of(text, 9))
+    api_server.said = (Piece(text), answer_of(text, 9))
     page = await visit.open("chat", theme=theme, width=width)
     await ask(page, "y" * 300)
     await unlock(page, owner)
@@ -581,25 +583,25 @@ async def test_the_keyboard_reaches_everything_in_order(visit: Visit) -> None:
     assert await tab(6) == ["new", "drop", "SUMMARY", "turns", "question", "send"]
 
 
-async def test_shift_enter_breaks_the_line(visit: Visit, door: FakeNode) -> None:
+async def test_shift_enter_breaks_the_line(visit: Visit, api_server: FakeNode) -> None:
     page = await visit.open("chat")
     await page.fill("#question", "a")
     await page.press("#question", "Shift+Enter")
     await page.type("#question", "b")
     await page.locator("#model option").first.wait_for(state="attached")
-    assert door.requests == []
+    assert api_server.requests == []
 
     await page.press("#question", "Enter")
     await page.locator(".assistant .actions").wait_for()
 
-    assert asked(door) == [["a\nb"]]
+    assert asked(api_server) == [["a\nb"]]
 
 
 async def test_the_page_returns_when_the_server_does(
-    browser: "Browser", door: FakeNode, accounts: Accounts, monkeypatch: pytest.MonkeyPatch
+    browser: "Browser", api_server: FakeNode, accounts: Accounts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(routes, "REFRESH_S", 0.02)
-    async with visiting(browser, door, accounts) as visit:
+    async with visiting(browser, api_server, accounts) as visit:
         page = await visit.open()
         await page.locator("#nodes tr").first.wait_for()
         await page.route("**/page/events", lambda route: route.abort())
@@ -630,7 +632,7 @@ async def test_a_hidden_page_leaves_its_connection_to_others(visit: Visit) -> No
 async def test_a_stream_that_is_left_is_cancelled(visit: Visit) -> None:
     page = await visit.open()
     leave = """async () => {
-      const { objects } = await import("/page/door.js");
+      const { objects } = await import("/page/api.js");
       const start = (to) => to.enqueue(new TextEncoder().encode("data: {}\\n\\n"));
       const cancel = () => (document.body.dataset.left = "");
       for await (const _ of objects({ body: new ReadableStream({ start, cancel }) })) break;
@@ -641,7 +643,7 @@ async def test_a_stream_that_is_left_is_cancelled(visit: Visit) -> None:
     await page.locator("body[data-left]").wait_for()
 
 
-async def test_an_error_of_the_mesh_is_not_drawn(visit: Visit, door: FakeNode) -> None:
+async def test_an_error_of_the_mesh_is_not_drawn(visit: Visit, api_server: FakeNode) -> None:
     page = await visit.open()
     await page.locator("#nodes tr").first.wait_for()
     note = """() => new MutationObserver(() => (window.seen = [...(window.seen ?? []),
@@ -657,9 +659,12 @@ async def test_an_error_of_the_mesh_is_not_drawn(visit: Visit, door: FakeNode) -
     assert set(await page.evaluate("window.seen")) == {"disconnected, trying again"}
 
 
-async def test_advice_has_no_markup_of_the_names_in_it(visit: Visit, door: FakeNode) -> None:
+async def test_advice_has_no_markup_of_the_names_in_it(visit: Visit, api_server: FakeNode) -> None:
     name = "a` [here](https://example.org) **now** `b"
-    show(door, replace(with_ring(door.report(), advice=f"`{name}` is slow"), warnings=(name,)))
+    show(
+        api_server,
+        replace(with_ring(api_server.report(), advice=f"`{name}` is slow"), warnings=(name,)),
+    )
 
     page = await visit.open()
     await page.locator("#advice").get_by_text("is slow").wait_for()
@@ -668,13 +673,13 @@ async def test_advice_has_no_markup_of_the_names_in_it(visit: Visit, door: FakeN
     assert await page.locator("#advice code").first.inner_text() == "a"
 
 
-async def test_single_things_are_not_plural(visit: Visit, door: FakeNode) -> None:
-    status = door.report()
+async def test_single_things_are_not_plural(visit: Visit, api_server: FakeNode) -> None:
+    status = api_server.report()
     losses = (replace(status.sessions.losses[0], count=1),)
     assert status.model
     counts = replace(status.sessions, active=1, waiting=0, served=1, tokens=1, losses=losses)
     model = replace(status.model, layers=1)
-    show(door, replace(status, model=model, nodes=status.nodes[:1], sessions=counts))
+    show(api_server, replace(status, model=model, nodes=status.nodes[:1], sessions=counts))
     page = await visit.open()
 
     await page.locator("#figures").get_by_text("loss survived").wait_for()
@@ -686,11 +691,11 @@ async def test_single_things_are_not_plural(visit: Visit, door: FakeNode) -> Non
     assert "1 of 1 ring, 1 layer" in (await page.text_content("#served") or "")
 
 
-def show(door: FakeNode, status: MeshStatus) -> None:
+def show(api_server: FakeNode, status: MeshStatus) -> None:
     """Let a node report another status from now on."""
     shown = replace(status)
 
     async def report() -> MeshStatus:
         return shown
 
-    door.status = report  # type: ignore[method-assign]
+    api_server.status = report  # type: ignore[method-assign]

@@ -61,9 +61,9 @@ async def test_skipping_to_the_content_stays_in_the_view(visit: Visit) -> None:
 
 
 async def test_another_conversation_during_an_answer_can_be_sent(
-    visit: Visit, door: FakeNode
+    visit: Visit, api_server: FakeNode
 ) -> None:
-    door.waits_at = 2
+    api_server.waits_at = 2
     page = await visit.open("chat")
     await begin(page, "One")
     await page.get_by_text("hello", exact=True).wait_for()
@@ -79,24 +79,24 @@ async def test_another_conversation_during_an_answer_can_be_sent(
 
 
 async def test_the_end_of_an_answer_leaves_what_is_read_in_place(
-    visit: Visit, door: FakeNode
+    visit: Visit, api_server: FakeNode
 ) -> None:
-    door.waits_at, door.said = 2, saying(LONG, "\n\nThe end")
+    api_server.waits_at, api_server.said = 2, saying(LONG, "\n\nThe end")
     page = await visit.open("chat")
     await begin(page, "Hi")
     await page.get_by_text("Paragraph 79").wait_for()
     assert await rest(page) < 2
     await page.evaluate(SCROLL_UP)
 
-    door.go.set()
+    api_server.go.set()
     await finished(page)
 
     assert await page.evaluate(f"{TURNS}.scrollTop") == 0
     assert "The end" in await page.inner_text(".assistant")
 
 
-async def test_the_end_of_a_conversation_is_in_view(visit: Visit, door: FakeNode) -> None:
-    door.said = saying(LONG)
+async def test_the_end_of_a_conversation_is_in_view(visit: Visit, api_server: FakeNode) -> None:
+    api_server.said = saying(LONG)
     page = await visit.open("chat")
     await ask(page, "Hi")
     await page.wait_for_function(f"() => {REST}({TURNS}) < 2")
@@ -111,10 +111,10 @@ async def test_the_end_of_a_conversation_is_in_view(visit: Visit, door: FakeNode
 
 
 async def test_what_is_open_or_marked_stays_while_an_answer_comes(
-    visit: Visit, door: FakeNode
+    visit: Visit, api_server: FakeNode
 ) -> None:
-    door.waits_at = 3
-    door.said = (Piece("", reasoning="because"), *saying("One\n\nTw", "o"))
+    api_server.waits_at = 3
+    api_server.said = (Piece("", reasoning="because"), *saying("One\n\nTw", "o"))
     page = await visit.open("chat")
     await begin(page, "Hi")
     await page.get_by_text("Tw", exact=True).wait_for()
@@ -123,7 +123,7 @@ async def test_what_is_open_or_marked_stays_while_an_answer_comes(
         "getSelection().selectAllChildren(document.querySelector('.assistant > p'))"
     )
 
-    door.go.set()
+    api_server.go.set()
     await finished(page)
 
     assert await page.locator(".assistant > p").all_inner_texts() == ["One", "Two"]
@@ -133,26 +133,26 @@ async def test_what_is_open_or_marked_stays_while_an_answer_comes(
 
 
 async def test_a_system_prompt_can_be_written_while_an_answer_comes(
-    visit: Visit, door: FakeNode
+    visit: Visit, api_server: FakeNode
 ) -> None:
-    door.waits_at = 2
+    api_server.waits_at = 2
     page = await visit.open("chat")
     await begin(page, "Hi")
     await page.get_by_text("hello", exact=True).wait_for()
     await page.click("#conversation > details > summary")
     await page.locator("#system").press_sequentially("Be br")
 
-    door.go.set()
+    api_server.go.set()
     await finished(page)
     await page.locator("#system").press_sequentially("ief")
-    door.waits_at = None
+    api_server.waits_at = None
     await ask(page, "Again", answers=2)
 
-    assert [each.turns[0]["content"] for each in door.requests] == ["Hi", "Be brief"]
+    assert [each.turns[0]["content"] for each in api_server.requests] == ["Hi", "Be brief"]
 
 
-async def test_the_keyboard_keeps_its_place(visit: Visit, door: FakeNode) -> None:
-    door.waits_at = 2
+async def test_the_keyboard_keeps_its_place(visit: Visit, api_server: FakeNode) -> None:
+    api_server.waits_at = 2
     page = await visit.open("chat")
     await page.locator("#model option").first.wait_for(state="attached")
     await page.fill("#question", "One")
@@ -169,11 +169,11 @@ async def test_the_keyboard_keeps_its_place(visit: Visit, door: FakeNode) -> Non
 
     assert await page.evaluate(ACTIVE) == "Edit"
     assert await page.locator("form.edit").count() == 0
-    assert len(door.requests) == 1
+    assert len(api_server.requests) == 1
 
 
 async def test_a_conversation_is_deleted_when_that_is_confirmed(
-    visit: Visit, door: FakeNode
+    visit: Visit, api_server: FakeNode
 ) -> None:
     page = await visit.open("chat")
     await ask(page, "One")
@@ -187,7 +187,7 @@ async def test_a_conversation_is_deleted_when_that_is_confirmed(
     assert await page.locator(".turn").count() == 0
 
 
-async def test_another_tab_does_not_disturb_editing(visit: Visit, door: FakeNode) -> None:
+async def test_another_tab_does_not_disturb_editing(visit: Visit, api_server: FakeNode) -> None:
     first = await visit.open("chat")
     await ask(first, "One")
     second = await first.context.new_page()
@@ -205,9 +205,9 @@ async def test_another_tab_does_not_disturb_editing(visit: Visit, door: FakeNode
 
 
 async def test_what_another_tab_wrote_during_an_answer_is_shown_after_it(
-    visit: Visit, door: FakeNode
+    visit: Visit, api_server: FakeNode
 ) -> None:
-    door.waits_at = 2
+    api_server.waits_at = 2
     first = await visit.open("chat")
     second = await first.context.new_page()
     visit.watch(second)
@@ -222,12 +222,14 @@ async def test_what_another_tab_wrote_during_an_answer_is_shown_after_it(
     await finished(first)
 
     assert sorted(await first.locator("#talks li").all_inner_texts()) == ["One", "Two"]
-    door.go.set()
+    api_server.go.set()
     await finished(second)
 
 
-async def test_each_paragraph_has_the_direction_of_its_script(visit: Visit, door: FakeNode) -> None:
-    door.said = saying("שלום עולם\n\nHello\n\n- مرحبا\n  ```\n  x = 1\n  ```\n")
+async def test_each_paragraph_has_the_direction_of_its_script(
+    visit: Visit, api_server: FakeNode
+) -> None:
+    api_server.said = saying("שלום עולם\n\nHello\n\n- مرحبا\n  ```\n  x = 1\n  ```\n")
     page = await visit.open("chat")
 
     await ask(page, "מה שלומך?")
@@ -243,10 +245,12 @@ async def test_each_paragraph_has_the_direction_of_its_script(visit: Visit, door
     assert await page.evaluate("getComputedStyle(question).direction") == "rtl"
 
 
-async def test_code_within_a_list_and_between_longer_fences(visit: Visit, door: FakeNode) -> None:
+async def test_code_within_a_list_and_between_longer_fences(
+    visit: Visit, api_server: FakeNode
+) -> None:
     text = "1. Install:\n   ```sh\n   pip install x\n     --y\n   ```\n2. Run `x`\n\n"
     text += "````md\n```py\n1\n```\n````\n\n```not a fence```\n\nrest"
-    door.said = saying(text)
+    api_server.said = saying(text)
     page = await visit.open("chat")
 
     await ask(page, "Hi")
@@ -261,10 +265,10 @@ async def test_code_within_a_list_and_between_longer_fences(visit: Visit, door: 
 
 @pytest.mark.parametrize("inset", ["  ", "   "])
 async def test_lists_and_code_within_a_numbered_list(
-    visit: Visit, door: FakeNode, inset: str
+    visit: Visit, api_server: FakeNode, inset: str
 ) -> None:
     inner = ("- b", "  - c", "- d", "```py", "def f():", "    x", "```")
-    door.said = saying("1. a\n" + "\n".join(inset + each for each in inner))
+    api_server.said = saying("1. a\n" + "\n".join(inset + each for each in inner))
     page = await visit.open("chat")
 
     await ask(page, "Hi")
@@ -274,10 +278,12 @@ async def test_lists_and_code_within_a_numbered_list(
     assert await page.locator(".assistant pre").all_inner_texts() == ["def f():\n    x"]
 
 
-async def test_blank_lines_in_code_within_a_list_end_nothing(visit: Visit, door: FakeNode) -> None:
+async def test_blank_lines_in_code_within_a_list_end_nothing(
+    visit: Visit, api_server: FakeNode
+) -> None:
     code = "import os\n\n\ndef f():\n    pass"
     inner = "\n".join(f"   {line}" if line else "" for line in ["```py", *code.split("\n"), "```"])
-    door.said = saying(f"1. Do:\n{inner}\n2. Next\n\nrest")
+    api_server.said = saying(f"1. Do:\n{inner}\n2. Next\n\nrest")
     page = await visit.open("chat")
 
     await ask(page, "Hi")
@@ -287,9 +293,9 @@ async def test_blank_lines_in_code_within_a_list_end_nothing(visit: Visit, door:
     assert await page.inner_text(".assistant > p:not(.note)") == "rest"
 
 
-async def beside_an_answer(visit: Visit, door: FakeNode) -> "tuple[Page, Page]":
+async def beside_an_answer(visit: Visit, api_server: FakeNode) -> "tuple[Page, Page]":
     """Open a tab in which an answer has begun, and another one."""
-    door.waits_at = 2
+    api_server.waits_at = 2
     first = await visit.open("chat")
     await begin(first, "One")
     await first.get_by_text("hello", exact=True).wait_for()
@@ -300,22 +306,22 @@ async def beside_an_answer(visit: Visit, door: FakeNode) -> "tuple[Page, Page]":
 
 
 async def test_a_conversation_that_another_tab_deletes_during_an_answer_stays_deleted(
-    visit: Visit, door: FakeNode
+    visit: Visit, api_server: FakeNode
 ) -> None:
-    first, second = await beside_an_answer(visit, door)
+    first, second = await beside_an_answer(visit, api_server)
     await second.evaluate("localStorage.clear()")
     await first.wait_for_function("() => !localStorage.length")  # another process: it takes a while
 
-    door.go.set()
+    api_server.go.set()
     await finished(first)
 
     assert await second.evaluate("localStorage.length") == 0
 
 
 async def test_a_conversation_that_another_tab_continues_during_an_answer_is_kept_twice(
-    visit: Visit, door: FakeNode
+    visit: Visit, api_server: FakeNode
 ) -> None:
-    first, second = await beside_an_answer(visit, door)
+    first, second = await beside_an_answer(visit, api_server)
     await second.evaluate(
         """() => {
           const name = Object.keys(localStorage).find((each) => each.startsWith("meshllm-talk-"));
@@ -327,16 +333,18 @@ async def test_a_conversation_that_another_tab_continues_during_an_answer_is_kep
     )
     await first.wait_for_function("() => JSON.stringify(localStorage).includes('Two')")
 
-    door.go.set()
+    api_server.go.set()
     await finished(first)
 
     assert sorted(await first.locator("#talks li").all_inner_texts()) == ["One", "Two"]
 
 
-async def test_a_wide_table_scrolls_before_its_words_break(visit: Visit, door: FakeNode) -> None:
+async def test_a_wide_table_scrolls_before_its_words_break(
+    visit: Visit, api_server: FakeNode
+) -> None:
     words = ["Contiguous", "Predictions", "Acceptance", "Throughput"]
     rows = (f"| {' | '.join(each)} |" for each in (words, ["-"] * 4, words))
-    door.said = saying("\n".join(rows))
+    api_server.said = saying("\n".join(rows))
     page = await visit.open("chat", width=360)
 
     await ask(page, "Hi")
@@ -352,7 +360,7 @@ async def test_a_wide_table_scrolls_before_its_words_break(visit: Visit, door: F
     )
 
 
-async def test_a_lost_server_is_told_in_words(visit: Visit, door: FakeNode) -> None:
+async def test_a_lost_server_is_told_in_words(visit: Visit, api_server: FakeNode) -> None:
     page = await visit.open("chat")
     await page.route("**/v1/chat/completions", lambda route: route.abort())
 
@@ -365,11 +373,11 @@ async def test_a_lost_server_is_told_in_words(visit: Visit, door: FakeNode) -> N
     assert await page.get_by_role("button", name="Regenerate").is_visible()
 
 
-async def test_an_answer_stays_if_there_is_no_other(visit: Visit, door: FakeNode) -> None:
+async def test_an_answer_stays_if_there_is_no_other(visit: Visit, api_server: FakeNode) -> None:
     page = await visit.open("chat")
     await ask(page, "Hi")
     before = await page.inner_text(".assistant > p")
-    door.fails_at = 1
+    api_server.fails_at = 1
 
     async with page.expect_console_message(lambda said: "status of 500" in said.text):
         await page.get_by_role("button", name="Regenerate").click()
@@ -379,7 +387,7 @@ async def test_an_answer_stays_if_there_is_no_other(visit: Visit, door: FakeNode
 
     assert "It broke" in await page.inner_text(".assistant .error")
     assert await page.locator(".assistant > p").first.inner_text() == before
-    door.fails_at = None
+    api_server.fails_at = None
     await page.get_by_role("button", name="Regenerate").click()
     await page.locator(".assistant .error").wait_for(state="detached")
     await finished(page)
@@ -387,12 +395,12 @@ async def test_an_answer_stays_if_there_is_no_other(visit: Visit, door: FakeNode
 
 
 async def test_an_answer_stays_if_the_page_is_left_before_another_one(
-    visit: Visit, door: FakeNode
+    visit: Visit, api_server: FakeNode
 ) -> None:
     page = await visit.open("chat")
     await ask(page, "Hi")
     before = await page.inner_text(".assistant > p")
-    door.waits_at = 0
+    api_server.waits_at = 0
     await page.get_by_role("button", name="Regenerate").click()
     await page.locator("#stop").wait_for()
 
@@ -447,7 +455,7 @@ async def test_a_connection_that_fell_silent_is_made_again(visit: Visit) -> None
         await page.clock.fast_forward(46_000)
 
 
-async def test_a_browser_without_storage_can_chat(visit: Visit, door: FakeNode) -> None:
+async def test_a_browser_without_storage_can_chat(visit: Visit, api_server: FakeNode) -> None:
     page = await visit.open("chat")
     denied = "{ get() { throw new DOMException('denied', 'SecurityError'); } }"
     for name in ("localStorage", "sessionStorage"):
@@ -464,7 +472,7 @@ async def test_a_browser_without_storage_can_chat(visit: Visit, door: FakeNode) 
     assert await page.locator(".turn").count() == 0
 
 
-async def test_copy_returns_to_its_name(visit: Visit, door: FakeNode) -> None:
+async def test_copy_returns_to_its_name(visit: Visit, api_server: FakeNode) -> None:
     page = await visit.open("chat")
     await ask(page, "Copy me")
     await page.evaluate("() => { navigator.clipboard.writeText = () => Promise.reject(); }")

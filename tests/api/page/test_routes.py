@@ -27,15 +27,15 @@ KEY = "k" * 20
 STATIC = Path(str(files("meshllm.api.page") / "static"))
 TEXTS = {path.name: path.read_text(encoding="utf-8") for path in sorted(STATIC.iterdir())}
 ALL = ["/", *(f"/page/{name}" for name in TEXTS if not name.endswith((".html", ".css")))]
-MOST_BYTES = 80_000
+MAX_BYTES = 80_000
 
 
 @pytest.fixture
-async def public(door: FakeNode) -> AsyncIterator[httpx2.AsyncClient]:
-    """A client of a door that needs a key."""
+async def public(api_server: FakeNode) -> AsyncIterator[httpx2.AsyncClient]:
+    """A client of an API server that needs a key."""
     policy = AccessPolicy(needs_key=True, file_keys=(KEY,))
-    transport = httpx2.ASGITransport(public_application(Service(door), policy))
-    async with httpx2.AsyncClient(transport=transport, base_url="http://door") as client:
+    transport = httpx2.ASGITransport(public_application(Service(api_server), policy))
+    async with httpx2.AsyncClient(transport=transport, base_url="http://node") as client:
         yield client
 
 
@@ -94,7 +94,7 @@ async def test_the_script_that_loads_them_is_the_only_one_in_the_page(
 
 
 def test_the_page_is_small_and_refers_to_its_own_files_only() -> None:
-    assert sum(len(text.encode()) for text in TEXTS.values()) <= MOST_BYTES
+    assert sum(len(text.encode()) for text in TEXTS.values()) <= MAX_BYTES
     for name, text in TEXTS.items():
         links = set(re.findall(r'https?://[^"\s]+', text)) - {"http://www.w3.org/2000/svg"}
         assert links == set(), name
@@ -143,24 +143,24 @@ def test_text_has_enough_contrast(theme: str) -> None:
 
 
 async def test_the_state_of_the_mesh_needs_a_key_and_hides_names(
-    public: httpx2.AsyncClient, door: FakeNode, monkeypatch: pytest.MonkeyPatch
+    public: httpx2.AsyncClient, api_server: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert (await public.get("/page/events")).status_code == 401
 
-    [first, *_] = await events_of(monkeypatch, door, is_public=True)
+    [first, *_] = await events_of(monkeypatch, api_server, is_public=True)
 
     assert first["is_public"]
     assert not {node["name"] for node in first["nodes"]} & {
-        node.name for node in door.report().nodes
+        node.name for node in api_server.report().nodes
     }
 
 
 async def test_only_changes_are_sent_and_silence_is_broken(
-    door: FakeNode, monkeypatch: pytest.MonkeyPatch
+    api_server: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = await events_of(monkeypatch, door, is_public=False)
+    found = await events_of(monkeypatch, api_server, is_public=False)
 
-    assert found[0]["nodes"][0]["name"] == door.report().nodes[0].name
+    assert found[0]["nodes"][0]["name"] == api_server.report().nodes[0].name
     assert found[1:] == ["comment"] * (len(found) - 1)
 
 
@@ -168,34 +168,36 @@ OWNERS = ApiKey("me", "", 0, is_owner=True)
 GUESTS = [ApiKey(name, "", 0) for name in "abc"]
 
 
-async def test_watchers_are_bounded(door: FakeNode) -> None:
+async def test_watchers_are_bounded(api_server: FakeNode) -> None:
     watchers = ConnectionLimit(3, 2)
 
     async with AsyncExitStack() as stack:
         for key in (GUESTS[0], GUESTS[0], GUESTS[1], OWNERS, None, OWNERS):
-            await anext(await stack.enter_async_context(watching(door, watchers, key)))
+            await anext(await stack.enter_async_context(watching(api_server, watchers, key)))
         for key in (*GUESTS, OWNERS, None):
-            async with watching(door, watchers, key) as more:
+            async with watching(api_server, watchers, key) as more:
                 with pytest.raises(Refused, match="Too many pages are open"):
                     await anext(more)
 
     for key in (GUESTS[0], GUESTS[0]):
-        async with watching(door, watchers, key) as again:
+        async with watching(api_server, watchers, key) as again:
             await anext(again)
 
 
 async def test_watchers_that_come_at_once_are_bounded(
-    door: FakeNode, monkeypatch: pytest.MonkeyPatch
+    api_server: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(routes, "MAX_WATCHERS", 0)
-    transport = httpx2.ASGITransport(public_application(Service(door)))
-    async with httpx2.AsyncClient(transport=transport, base_url="http://door") as client:
+    transport = httpx2.ASGITransport(public_application(Service(api_server)))
+    async with httpx2.AsyncClient(transport=transport, base_url="http://node") as client:
         reply = await client.get("/page/events")
 
     assert (reply.status_code, reply.headers["retry-after"]) == (503, "2")
 
 
-async def test_events_end_with_the_key(door: FakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_events_end_with_the_key(
+    api_server: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(routes, "REFRESH_S", 0.001)
     monkeypatch.setattr(routes, "IDENTIFY_S", 0.002)
     found = [GUESTS[0]]
@@ -205,7 +207,7 @@ async def test_events_end_with_the_key(door: FakeNode, monkeypatch: pytest.Monke
             raise Refused("The API key is revoked", LATER)
         return found.pop()
 
-    async with watching(door, ConnectionLimit(3, 2), OWNERS, identify) as changes:
+    async with watching(api_server, ConnectionLimit(3, 2), OWNERS, identify) as changes:
         shown = [await anext(changes), await anext(changes)]
         with pytest.raises(Refused, match="revoked"):
             await anext(changes)
@@ -213,10 +215,10 @@ async def test_events_end_with_the_key(door: FakeNode, monkeypatch: pytest.Monke
     assert [each and each.is_public for each in shown] == [False, True]
 
 
-async def test_the_headers_of_the_events_come_alone(door: FakeNode) -> None:
-    transport = httpx2.ASGITransport(public_application(Service(door)))
+async def test_the_headers_of_the_events_come_alone(api_server: FakeNode) -> None:
+    transport = httpx2.ASGITransport(public_application(Service(api_server)))
     async with (
-        httpx2.AsyncClient(transport=transport, base_url="http://door") as client,
+        httpx2.AsyncClient(transport=transport, base_url="http://node") as client,
         asyncio.timeout(60),
     ):
         reply = await client.head("/page/events")
@@ -226,14 +228,14 @@ async def test_the_headers_of_the_events_come_alone(door: FakeNode) -> None:
 
 
 async def events_of(
-    monkeypatch: pytest.MonkeyPatch, door: FakeNode, *, is_public: bool
+    monkeypatch: pytest.MonkeyPatch, api_server: FakeNode, *, is_public: bool
 ) -> list[Any]:
     """Return the first three events, without waiting."""
     monkeypatch.setattr(routes, "REFRESH_S", 0.001)
     monkeypatch.setattr(routes, "SILENCE_S", 0.002)
     found: list[Any] = []
     key = GUESTS[0] if is_public else OWNERS
-    async with watching(door, ConnectionLimit(3, 2), key) as changes:
+    async with watching(api_server, ConnectionLimit(3, 2), key) as changes:
         for _ in range(3):
             written = routes._event(await anext(changes)).decode()
             found.append(json.loads(written[6:]) if written.startswith("data: ") else "comment")
@@ -241,14 +243,14 @@ async def events_of(
 
 
 def watching(
-    door: FakeNode,
+    api_server: FakeNode,
     watchers: ConnectionLimit,
     key: ApiKey | None,
     identify: Callable[[], Awaitable[ApiKey]] | None = None,
 ) -> aclosing[AsyncGenerator[PageStatus | None, None]]:
-    """Return what a key sees of a public door."""
+    """Return what a key sees of a public API server."""
     scope = {"type": "http", "meshllm.key": key, "meshllm.identify": identify}
-    return aclosing(routes._changes(door, Request(scope), watchers, is_public=True))
+    return aclosing(routes._changes(api_server, Request(scope), watchers, is_public=True))
 
 
 def contrast(one: str, other: str) -> float:

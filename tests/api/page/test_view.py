@@ -62,7 +62,7 @@ def test_members_that_do_not_answer_are_a_warning_to_the_owner() -> None:
     assert guests.warnings == ()
 
 
-def test_a_public_door_hides_who_takes_part() -> None:
+def test_a_public_api_server_hides_who_takes_part() -> None:
     status = with_node(status_of(3), 1, state=NodeState.REFUSED, reason="layer 3 of desk differs")
     status = with_ring(status, advice="`desk` is slow", reason="desk is gone")
     status = replace(status, provided=(FOX,), warnings=("desk is slow",))
@@ -77,7 +77,7 @@ def test_a_public_door_hides_who_takes_part() -> None:
     assert [(model.holders, model.count) for model in seen.models] == [((), 3), ((), 1)]
 
 
-def test_a_public_door_hides_software_links_and_the_requests_of_others() -> None:
+def test_a_public_api_server_hides_software_links_and_the_requests_of_others() -> None:
     counts = SessionCounts(1, 2, 3, 4, 5, (LossCounts(LossCause.NODE_LOST, 1, 0.5),))
     status = with_link(replace(status_of(2), sessions=counts), 1, round_trip_ms=2.5)
     own = replace(RINGS[0], status=replace(status.ring, execution="stock"))

@@ -75,9 +75,9 @@ async def test_a_stream_begins_with_the_role_and_ends_with_done(
 
 
 async def test_an_early_error_of_a_stream_has_a_status(
-    client: httpx2.AsyncClient, door: FakeNode
+    client: httpx2.AsyncClient, api_server: FakeNode
 ) -> None:
-    door.fails_at = 1  # the progress before it is not sent to OpenAI clients
+    api_server.fails_at = 1  # the progress before it is not sent to OpenAI clients
 
     said = await client.post(PATH, json=STREAM)
 
@@ -85,13 +85,13 @@ async def test_an_early_error_of_a_stream_has_a_status(
 
 
 async def test_comments_keep_a_silent_stream_open(
-    client: httpx2.AsyncClient, door: FakeNode, advance: Callable[[float], None]
+    client: httpx2.AsyncClient, api_server: FakeNode, advance: Callable[[float], None]
 ) -> None:
-    door.waits_at = 1
+    api_server.waits_at = 1
     asking = asyncio.ensure_future(client.post(PATH, json=STREAM))
-    await door.begun.wait()
+    await api_server.begun.wait()
     advance(KEEP_ALIVE_S)
-    asyncio.get_running_loop().call_later(0, door.go.set)
+    asyncio.get_running_loop().call_later(0, api_server.go.set)
 
     said = await asking
 
@@ -99,7 +99,9 @@ async def test_comments_keep_a_silent_stream_open(
     assert (first, done) == (": patience", "data: [DONE]")
 
 
-async def test_every_parameter_reaches_the_mesh(client: httpx2.AsyncClient, door: FakeNode) -> None:
+async def test_every_parameter_reaches_the_mesh(
+    client: httpx2.AsyncClient, api_server: FakeNode
+) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     asked = BODY | {
         "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": parts}],
@@ -112,7 +114,7 @@ async def test_every_parameter_reaches_the_mesh(client: httpx2.AsyncClient, door
     said = await client.post(PATH, json=asked)
 
     assert said.status_code == 200
-    assert door.requests == [
+    assert api_server.requests == [
         Request(
             turns=({"role": "system", "content": "s"}, {"role": "user", "content": "a\nb"}),
             sampling=Sampling(0.5, 4, 0.9, 0.3, 1.5, 0.1, 0.2, 7),
@@ -134,21 +136,21 @@ async def test_every_parameter_reaches_the_mesh(client: httpx2.AsyncClient, door
     ids=["none", "object", "schema", "any"],
 )
 async def test_an_answer_follows_a_schema(
-    client: httpx2.AsyncClient, door: FakeNode, form: object, schema: str | None
+    client: httpx2.AsyncClient, api_server: FakeNode, form: object, schema: str | None
 ) -> None:
     said = await client.post(PATH, json=BODY | {"response_format": form})
 
     assert said.status_code == 200
-    assert door.requests[0].schema == schema
+    assert api_server.requests[0].schema == schema
 
 
 async def test_a_developers_message_is_a_system_message(
-    client: httpx2.AsyncClient, door: FakeNode
+    client: httpx2.AsyncClient, api_server: FakeNode
 ) -> None:
     first = {"role": "developer", "content": "be kind"}
     await client.post(PATH, json=BODY | {"messages": [first, HI]})
 
-    assert door.requests[0].turns[0] == {"role": "system", "content": "be kind"}
+    assert api_server.requests[0].turns[0] == {"role": "system", "content": "be kind"}
 
 
 LIKELY = TokenLogprobs(
@@ -169,38 +171,38 @@ def scored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_log_probabilities_come_with_a_completion(
-    client: httpx2.AsyncClient, door: FakeNode, scored: None
+    client: httpx2.AsyncClient, api_server: FakeNode, scored: None
 ) -> None:
     said = await client.post(PATH, json=BODY | {"logprobs": True, "top_logprobs": 1})
 
     told = said.json()["choices"][0]["logprobs"]
     assert told == {"content": [ENTRY, ENTRY], "refusal": None}
-    assert door.requests[0].logprobs == 1
+    assert api_server.requests[0].logprobs == 1
 
 
 async def test_log_probabilities_are_laid_out_as_they_come(
-    client: httpx2.AsyncClient, door: FakeNode, scored: None
+    client: httpx2.AsyncClient, api_server: FakeNode, scored: None
 ) -> None:
-    door.waits_at = 3
+    api_server.waits_at = 3
     with patch.object(chat, "token_entry", wraps=chat.token_entry) as laid_out:
         asking = asyncio.ensure_future(client.post(PATH, json=BODY | {"logprobs": True}))
-        await door.begun.wait()
+        await api_server.begun.wait()
         laid_out_before = laid_out.call_count
-        door.go.set()
+        api_server.go.set()
         await asking
 
     assert (laid_out_before, laid_out.call_count) == (2, 2)
 
 
 async def test_log_probabilities_come_with_their_chunk(
-    client: httpx2.AsyncClient, door: FakeNode, scored: None
+    client: httpx2.AsyncClient, api_server: FakeNode, scored: None
 ) -> None:
     *chunks, _ = chunks_of(await client.post(PATH, json=STREAM | {"logprobs": True}))
 
     told = [chunk["choices"][0]["logprobs"] for chunk in chunks]
     expected = {"content": [ENTRY], "refusal": None}
     assert told == [None, expected, expected, None]
-    assert door.requests[0].logprobs == 0
+    assert api_server.requests[0].logprobs == 0
 
 
 async def test_the_fingerprint_is_that_of_the_model(client: httpx2.AsyncClient) -> None:
@@ -275,12 +277,12 @@ async def test_the_fingerprint_is_that_of_the_model(client: httpx2.AsyncClient) 
     ],
 )
 async def test_unsupported_fields_are_refused_by_name(
-    client: httpx2.AsyncClient, door: FakeNode, change: dict[str, Any], param: str
+    client: httpx2.AsyncClient, api_server: FakeNode, change: dict[str, Any], param: str
 ) -> None:
     said = await client.post(PATH, json=BODY | change)
 
     error = said.json()["error"]
-    assert (said.status_code, error["param"], door.requests) == (400, param, [])
+    assert (said.status_code, error["param"], api_server.requests) == (400, param, [])
     assert error["type"] == "invalid_request_error"
     assert f"`{param}`" in error["message"]
 
@@ -325,18 +327,18 @@ async def test_a_model_that_is_not_served_is_not_found(client: httpx2.AsyncClien
     ],
 )
 async def test_tools_are_offered_or_required(
-    client: httpx2.AsyncClient, door: FakeNode, fields: dict[str, Any], tools: Tools | None
+    client: httpx2.AsyncClient, api_server: FakeNode, fields: dict[str, Any], tools: Tools | None
 ) -> None:
     said = await client.post(PATH, json=BODY | {"tools": [CHAT_TOOL]} | fields)
 
     assert said.status_code == 200
-    assert door.requests[0].tools == tools
+    assert api_server.requests[0].tools == tools
 
 
 async def test_calls_and_reasoning_are_apart_from_the_content(
-    client: httpx2.AsyncClient, door: FakeNode
+    client: httpx2.AsyncClient, api_server: FakeNode
 ) -> None:
-    door.said = ONE_CALL
+    api_server.said = ONE_CALL
 
     said = (await client.post(PATH, json=BODY | {"tools": [CHAT_TOOL]})).json()
 
@@ -350,8 +352,8 @@ async def test_calls_and_reasoning_are_apart_from_the_content(
     assert said["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
 
 
-async def test_calls_and_reasoning_stream(client: httpx2.AsyncClient, door: FakeNode) -> None:
-    door.said = ONE_CALL
+async def test_calls_and_reasoning_stream(client: httpx2.AsyncClient, api_server: FakeNode) -> None:
+    api_server.said = ONE_CALL
 
     *chunks, done = chunks_of(await client.post(PATH, json=STREAM | {"tools": [CHAT_TOOL]}))
 
@@ -373,7 +375,7 @@ async def test_calls_and_reasoning_stream(client: httpx2.AsyncClient, door: Fake
 
 
 async def test_calls_and_their_results_can_be_sent_back(
-    client: httpx2.AsyncClient, door: FakeNode
+    client: httpx2.AsyncClient, api_server: FakeNode
 ) -> None:
     messages = [
         HI,
@@ -384,7 +386,7 @@ async def test_calls_and_their_results_can_be_sent_back(
     said = await client.post(PATH, json=BODY | {"messages": messages})
 
     assert said.status_code == 200
-    assert door.requests[0].turns[1:] == (
+    assert api_server.requests[0].turns[1:] == (
         {"role": "assistant", "content": "", "tool_calls": (ToolCall("f", "{}", "call_1"),)},
         {"role": "tool", "content": "done", "tool_call_id": "call_1"},
     )
@@ -400,16 +402,19 @@ async def test_calls_and_their_results_can_be_sent_back(
     ],
 )
 async def test_reasoning_is_asked_for(
-    client: httpx2.AsyncClient, door: FakeNode, fields: dict[str, Any], wanted: tuple[Any, ...]
+    client: httpx2.AsyncClient,
+    api_server: FakeNode,
+    fields: dict[str, Any],
+    wanted: tuple[Any, ...],
 ) -> None:
     await client.post(PATH, json=BODY | fields)
 
-    [asked] = door.requests
+    [asked] = api_server.requests
     assert (asked.thinks, asked.effort, asked.max_reasoning) == wanted
 
 
-async def test_an_outline_is_joined(client: httpx2.AsyncClient, door: FakeNode) -> None:
-    door.backend = Writer()
+async def test_an_outline_is_joined(client: httpx2.AsyncClient, api_server: FakeNode) -> None:
+    api_server.backend = Writer()
     asked = BODY | {"meshllm": {"outline": True}, "seed": 7}
 
     said = (await client.post(PATH, json=asked)).json()
@@ -424,8 +429,8 @@ async def test_an_outline_is_joined(client: httpx2.AsyncClient, door: FakeNode) 
     }
 
 
-async def test_an_outline_is_streamed(client: httpx2.AsyncClient, door: FakeNode) -> None:
-    door.backend = Writer()
+async def test_an_outline_is_streamed(client: httpx2.AsyncClient, api_server: FakeNode) -> None:
+    api_server.backend = Writer()
     asked = STREAM | {"meshllm": {"outline": "auto"}}
 
     *chunks, done = chunks_of(await client.post(PATH, json=asked))
@@ -436,11 +441,11 @@ async def test_an_outline_is_streamed(client: httpx2.AsyncClient, door: FakeNode
 
 
 async def test_a_model_of_a_provider_is_asked_for_by_name(
-    client: httpx2.AsyncClient, door: FakeNode
+    client: httpx2.AsyncClient, api_server: FakeNode
 ) -> None:
-    door.provided = (FOX,)
+    api_server.provided = (FOX,)
 
     said = await client.post(PATH, json=BODY | {"model": "fox", "meshllm": {"trust": ["gpu"]}})
 
     assert said.json()["model"] == "fox"
-    assert (door.requests[0].model, door.requests[0].trusted) == ("fox", ("gpu",))
+    assert (api_server.requests[0].model, api_server.requests[0].trusted) == ("fox", ("gpu",))

@@ -1,4 +1,4 @@
-"""Chats over a WebSocket, at a real door with the client of `websockets`."""
+"""Chats over a WebSocket, at a real API server with the client of `websockets`."""
 
 import asyncio
 import json
@@ -23,9 +23,9 @@ from meshllm.api.access.accounts import Accounts, KeyLimits
 from meshllm.api.access.gate import KEY_PROTOCOL
 from meshllm.api.generation.service import Service
 from meshllm.api.respond import SHORT_BYTES
-from meshllm.api.tcp import DoorOptions, open_door
+from meshllm.api.tcp import ApiServerOptions, open_api_server
 from meshllm.api.v1 import chat_socket
-from meshllm.api.v1.chat_socket import MAX_ASKS, MAX_ID_CHARS, PATH, PROTOCOL
+from meshllm.api.v1.chat_socket import MAX_CHATS, MAX_ID_CHARS, PATH, PROTOCOL
 from meshllm.node.requests import held_bytes
 from meshllm.node.requests.request_json import REQUEST_BYTES
 from meshllm.request import Logprob, Piece, TokenLogprobs, ToolCallDelta
@@ -51,8 +51,8 @@ async def serving(
     node: FakeNode, accounts: Accounts, *, needs_key: bool = False
 ) -> AsyncIterator[str]:
     """Serve a node on TCP; yield the address of its WebSocket."""
-    options = DoorOptions("127.0.0.1", 0, require_key=needs_key)
-    with open_door(options, accounts) as opened:
+    options = ApiServerOptions("127.0.0.1", 0, require_key=needs_key)
+    with open_api_server(options, accounts) as opened:
         task = asyncio.ensure_future(opened.serve(node))
         try:
             yield f"ws{opened.url.removeprefix('http').removesuffix('/v1')}{PATH}"
@@ -63,8 +63,8 @@ async def serving(
 
 
 @pytest.fixture
-async def address(door: FakeNode, accounts: Accounts) -> AsyncIterator[str]:
-    async with serving(door, accounts) as address, asyncio.timeout(60):
+async def address(api_server: FakeNode, accounts: Accounts) -> AsyncIterator[str]:
+    async with serving(api_server, accounts) as address, asyncio.timeout(60):
         yield address
 
 
@@ -103,7 +103,7 @@ async def until_closed(socket: ClientConnection) -> list[str | bytes]:
     return found
 
 
-async def test_an_answer_comes_in_pieces(socket: ClientConnection, door: FakeNode) -> None:
+async def test_an_answer_comes_in_pieces(socket: ClientConnection, api_server: FakeNode) -> None:
     await ask(socket, temperature=0.5)
 
     progress, *pieces, done = await until_end(socket)
@@ -114,15 +114,15 @@ async def test_an_answer_comes_in_pieces(socket: ClientConnection, door: FakeNod
     assert (done["type"], done["finish_reason"], done["seed"]) == ("done", "stop", 7)
     assert done["usage"]["completion_tokens"] == 5
     assert (done["model"], done["system_fingerprint"]) == ("builtin", "fp_0123456789ab")
-    assert door.requests[0].sampling.temperature == 0.5
+    assert api_server.requests[0].sampling.temperature == 0.5
 
 
 async def test_what_a_piece_has_beside_its_text_is_sent(
-    socket: ClientConnection, door: FakeNode
+    socket: ClientConnection, api_server: FakeNode
 ) -> None:
     yes = Logprob(1, "yes", tuple(b"yes"), -0.5)
     calls = (ToolCallDelta(0, "look", "{}"),)
-    door.said = (
+    api_server.said = (
         Piece("", reasoning="because"),
         Piece("yes", logprobs=(TokenLogprobs(yes, (yes,)),)),
         Piece("", calls=calls),
@@ -139,7 +139,7 @@ async def test_what_a_piece_has_beside_its_text_is_sent(
 
 
 async def test_asks_follow_each_other_on_one_connection(
-    socket: ClientConnection, door: FakeNode, accounts: Accounts
+    socket: ClientConnection, api_server: FakeNode, accounts: Accounts
 ) -> None:
     for name in ("a", "b", "a"):
         await ask(socket, name)
@@ -175,13 +175,13 @@ async def test_an_ask_has_ended_when_its_end_is_told(
     assert [used.requests for _, used in accounts.usage("model")] == [1]
 
 
-async def test_asks_run_side_by_side(socket: ClientConnection, door: FakeNode) -> None:
-    door.waits_at = 3
+async def test_asks_run_side_by_side(socket: ClientConnection, api_server: FakeNode) -> None:
+    api_server.waits_at = 3
     await ask(socket, "a")
     await ask(socket, "b")
 
     ids = {(await received(socket))["id"] for _ in range(6)}
-    door.go.set()
+    api_server.go.set()
     ends = [await received(socket), await received(socket)]
 
     assert ids == {"a", "b"}
@@ -190,18 +190,18 @@ async def test_asks_run_side_by_side(socket: ClientConnection, door: FakeNode) -
 
 @pytest.mark.parametrize("waits_at", [0, 1, 2, 3])
 async def test_a_cancelled_ask_ends_on_the_node(
-    socket: ClientConnection, door: FakeNode, waits_at: int
+    socket: ClientConnection, api_server: FakeNode, waits_at: int
 ) -> None:
-    door.waits_at = waits_at
+    api_server.waits_at = waits_at
     await ask(socket)
-    await door.begun.wait()
+    await api_server.begun.wait()
 
     await send(socket, type="cancel", id="a")
     end = (await until_end(socket))[-1]
 
     assert end == {"type": "cancelled", "id": "a"}
-    assert door.closed.is_set()
-    door.waits_at = None
+    assert api_server.closed.is_set()
+    api_server.waits_at = None
     await ask(socket)
     assert (await until_end(socket))[-1]["type"] == "done"
 
@@ -219,16 +219,16 @@ async def test_a_cancel_that_comes_too_late_changes_nothing(socket: ClientConnec
 @pytest.mark.parametrize("is_abrupt", [False, True])
 @pytest.mark.parametrize("waits_at", [0, 1, 2, 3])
 async def test_a_client_that_leaves_cancels_in_any_phase(
-    address: str, door: FakeNode, waits_at: int, is_abrupt: bool
+    address: str, api_server: FakeNode, waits_at: int, is_abrupt: bool
 ) -> None:
-    door.waits_at = waits_at
+    api_server.waits_at = waits_at
     async with connect(address) as socket:
         await ask(socket)
-        await door.begun.wait()
+        await api_server.begun.wait()
         if is_abrupt:
             socket.transport.abort()
 
-    await door.closed.wait()
+    await api_server.closed.wait()
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ async def test_a_client_that_leaves_cancels_in_any_phase(
     ids=range(15),
 )
 async def test_what_is_not_a_message_ends_the_connection(
-    socket: ClientConnection, door: FakeNode, message: str | bytes
+    socket: ClientConnection, api_server: FakeNode, message: str | bytes
 ) -> None:
     await socket.send(message)
 
@@ -263,7 +263,7 @@ async def test_what_is_not_a_message_ends_the_connection(
     assert (error["type"], error["id"]) == ("error", None)
     assert error["error"]["type"] == "invalid_request_error"
     assert socket.close_code == 1008
-    assert door.requests == []
+    assert api_server.requests == []
 
 
 @pytest.mark.parametrize(
@@ -279,27 +279,27 @@ async def test_what_is_not_a_message_ends_the_connection(
     ],
 )
 async def test_an_invalid_request_is_refused_by_name(
-    socket: ClientConnection, door: FakeNode, fields: dict[str, Any], param: str
+    socket: ClientConnection, api_server: FakeNode, fields: dict[str, Any], param: str
 ) -> None:
     await ask(socket, **fields)
     (error,) = await until_end(socket)
 
     assert (error["type"], error["id"], error["error"]["param"]) == ("error", "a", param)
-    assert door.requests == []
+    assert api_server.requests == []
     await ask(socket)
     assert (await until_end(socket))[-1]["type"] == "done"
 
 
 async def test_an_error_of_the_mesh_ends_the_ask_only(
-    socket: ClientConnection, door: FakeNode
+    socket: ClientConnection, api_server: FakeNode
 ) -> None:
-    door.fails_at = 2
+    api_server.fails_at = 2
     await ask(socket)
 
     *_, error = await until_end(socket)
 
     assert (error["error"]["message"], error["retry_after_s"]) == ("It broke; mend it", None)
-    door.fails_at = None
+    api_server.fails_at = None
     await ask(socket)
     assert (await until_end(socket))[-1]["type"] == "done"
 
@@ -323,9 +323,9 @@ async def test_a_long_message_is_read_off_the_loop(
     assert threads != [get_ident()]
 
 
-async def test_asks_in_progress_are_bounded(socket: ClientConnection, door: FakeNode) -> None:
-    door.waits_at = 0
-    for place in range(MAX_ASKS):
+async def test_asks_in_progress_are_bounded(socket: ClientConnection, api_server: FakeNode) -> None:
+    api_server.waits_at = 0
+    for place in range(MAX_CHATS):
         await ask(socket, str(place))
     await ask(socket, "0")
     await ask(socket, "more")
@@ -335,11 +335,11 @@ async def test_asks_in_progress_are_bounded(socket: ClientConnection, door: Fake
     assert (repeated["id"], "in progress" in repeated["error"]["message"]) == ("0", True)
     assert (many["id"], many["error"]["code"]) == ("more", "rate_limit_exceeded")
     assert many["retry_after_s"] > 0
-    assert len(door.requests) == MAX_ASKS
+    assert len(api_server.requests) == MAX_CHATS
 
 
 async def test_a_message_that_is_too_long_ends_the_connection(
-    socket: ClientConnection, door: FakeNode
+    socket: ClientConnection, api_server: FakeNode
 ) -> None:
     with suppress(ConnectionClosed):
         await socket.send(" " * (REQUEST_BYTES + 1))
@@ -347,26 +347,28 @@ async def test_a_message_that_is_too_long_ends_the_connection(
     await socket.wait_closed()
 
     assert socket.close_code == 1009
-    assert door.requests == []
+    assert api_server.requests == []
 
 
 async def test_an_invalid_message_ends_the_answers_in_progress(
-    socket: ClientConnection, door: FakeNode
+    socket: ClientConnection, api_server: FakeNode
 ) -> None:
-    door.said = (*(Piece("x") for _ in range(10_000)), answer_of("x", 1))
+    api_server.said = (*(Piece("x") for _ in range(10_000)), answer_of("x", 1))
     await ask(socket)
-    await door.begun.wait()
+    await api_server.begun.wait()
 
     await socket.send("what?")
     *_, last = await until_closed(socket)
 
     assert json.loads(last)["type"] == "error"
-    assert (socket.close_code, door.closed.is_set()) == (1008, True)
+    assert (socket.close_code, api_server.closed.is_set()) == (1008, True)
 
 
-async def test_a_key_is_needed_where_the_api_needs_one(door: FakeNode, accounts: Accounts) -> None:
+async def test_a_key_is_needed_where_the_api_needs_one(
+    api_server: FakeNode, accounts: Accounts
+) -> None:
     key = accounts.create("laptop", KeyLimits(), 0)
-    async with serving(door, accounts, needs_key=True) as address, asyncio.timeout(60):
+    async with serving(api_server, accounts, needs_key=True) as address, asyncio.timeout(60):
         for wrong in ({}, {"authorization": "Bearer nope"}):
             with pytest.raises(InvalidStatus) as refused:
                 await connect(address, additional_headers=wrong)
@@ -384,10 +386,12 @@ async def test_a_key_is_needed_where_the_api_needs_one(door: FakeNode, accounts:
     assert [(name, used.requests) for name, used in accounts.usage("key")] == [("laptop", 3)]
 
 
-async def test_a_revoked_key_ends_with_its_next_ask(door: FakeNode, accounts: Accounts) -> None:
+async def test_a_revoked_key_ends_with_its_next_ask(
+    api_server: FakeNode, accounts: Accounts
+) -> None:
     key = accounts.create("guest", KeyLimits(), 0)
     async with (
-        serving(door, accounts) as address,
+        serving(api_server, accounts) as address,
         asyncio.timeout(60),
         connect(address, additional_headers={"authorization": f"Bearer {key}"}) as socket,
     ):
@@ -399,34 +403,38 @@ async def test_a_revoked_key_ends_with_its_next_ask(door: FakeNode, accounts: Ac
 
     assert error["error"]["code"] == "invalid_api_key"
     assert "revoked" in error["error"]["message"]
-    assert len(door.requests) == 1
+    assert len(api_server.requests) == 1
 
 
-async def test_the_limits_of_a_key_apply(door: FakeNode, accounts: Accounts) -> None:
-    door.waits_at = 0
+async def test_the_limits_of_a_key_apply(api_server: FakeNode, accounts: Accounts) -> None:
+    api_server.waits_at = 0
     limits = KeyLimits(concurrency=1, deadline_s=3600, max_reasoning=9)
     key = accounts.create("guest", limits, 0)
     headers = {"authorization": f"Bearer {key}"}
     async with (
-        serving(door, accounts) as address,
+        serving(api_server, accounts) as address,
         asyncio.timeout(60),
         connect(address, additional_headers=headers) as socket,
     ):
         await ask(socket, "a")
-        await door.begun.wait()
+        await api_server.begun.wait()
         await ask(socket, "b")
         (error,) = await until_end(socket)
 
     assert (error["id"], error["error"]["code"]) == ("b", "rate_limit_exceeded")
-    (asked,) = door.requests
+    (asked,) = api_server.requests
     assert (asked.deadline_ms, asked.max_reasoning) == (3_600_000, 9)
 
 
 async def test_a_long_message_that_cannot_wait_is_refused_alone(
-    door: FakeNode, accounts: Accounts, monkeypatch: pytest.MonkeyPatch
+    api_server: FakeNode, accounts: Accounts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(held_bytes, "MAX_HELD_BYTES", SHORT_BYTES)
-    async with serving(door, accounts) as address, asyncio.timeout(60), connect(address) as socket:
+    async with (
+        serving(api_server, accounts) as address,
+        asyncio.timeout(60),
+        connect(address) as socket,
+    ):
         await ask(socket, "a", user="x" * SHORT_BYTES)
         error = await received(socket)
         await ask(socket, "b")
@@ -445,7 +453,7 @@ async def test_a_long_message_that_cannot_wait_is_refused_alone(
     ],
 )
 async def test_a_web_page_of_another_site_cannot_connect(
-    address: str, door: FakeNode, headers: dict[str, str], status: int
+    address: str, api_server: FakeNode, headers: dict[str, str], status: int
 ) -> None:
     where = address.removeprefix("ws://").partition("/")[0]
     sent = {"host": where, **headers}
@@ -473,10 +481,10 @@ async def test_the_page_of_this_server_can_connect(address: str) -> None:
 
 
 async def test_connections_are_bounded(
-    door: FakeNode, accounts: Accounts, monkeypatch: pytest.MonkeyPatch
+    api_server: FakeNode, accounts: Accounts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chat_socket, "MAX_SOCKETS", 1)
-    async with serving(door, accounts) as address, asyncio.timeout(60), connect(address):
+    async with serving(api_server, accounts) as address, asyncio.timeout(60), connect(address):
         with pytest.raises(InvalidStatus) as refused:
             await connect(address)
 
@@ -485,13 +493,13 @@ async def test_connections_are_bounded(
 
 
 async def test_a_key_cannot_take_the_connections_of_others(
-    door: FakeNode, accounts: Accounts, monkeypatch: pytest.MonkeyPatch
+    api_server: FakeNode, accounts: Accounts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chat_socket, "MAX_OF_KEY", 1)
     keys = [accounts.create(name, KeyLimits(), 0) for name in "ab"]
     headers = [{"authorization": f"Bearer {key}"} for key in keys]
     async with (
-        serving(door, accounts, needs_key=True) as address,
+        serving(api_server, accounts, needs_key=True) as address,
         asyncio.timeout(60),
         connect(address, additional_headers=headers[0]),
     ):
@@ -504,7 +512,7 @@ async def test_a_key_cannot_take_the_connections_of_others(
 
 @pytest.mark.parametrize("fails_at", [None, 0], ids=["pieces", "errors"])
 async def test_answers_to_a_client_that_left_end_quietly(
-    door: FakeNode, fails_at: int | None
+    api_server: FakeNode, fails_at: int | None
 ) -> None:
     """Two answers find at the same time that the client has left."""
     queue, has_left = asyncio.Queue[Message](), False
@@ -516,34 +524,34 @@ async def test_answers_to_a_client_that_left_end_quietly(
     socket = WebSocket({"type": "websocket", "headers": []}, queue.get, sent)
     queue.put_nowait({"type": "websocket.connect"})
     await socket.accept()
-    door.waits_at, door.fails_at = 0, fails_at
+    api_server.waits_at, api_server.fails_at = 0, fails_at
     for name in "ab":
         text = json.dumps({"type": "ask", "id": name, "request": BODY})
         queue.put_nowait({"type": "websocket.receive", "text": text})
-    running = asyncio.ensure_future(chat_socket._ChatSocket(Service(door), socket).run())
-    await door.begun.wait()
+    running = asyncio.ensure_future(chat_socket._ChatSocket(Service(api_server), socket).run())
+    await api_server.begun.wait()
     await timers_fired()
     has_left = True
-    door.go.set()
+    api_server.go.set()
     await timers_fired()
     queue.put_nowait({"type": "websocket.disconnect", "code": 1006})
     await running
 
-    assert len(door.requests) == 2
+    assert len(api_server.requests) == 2
 
 
 async def test_a_client_that_does_not_read_is_dropped(
-    door: FakeNode, accounts: Accounts, monkeypatch: pytest.MonkeyPatch
+    api_server: FakeNode, accounts: Accounts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "STALL_S", 0.05)
-    door.said = (*(Piece("x" * (1 << 20)) for _ in range(64)), answer_of("x", 1))
+    api_server.said = (*(Piece("x" * (1 << 20)) for _ in range(64)), answer_of("x", 1))
     async with (
-        serving(door, accounts) as address,
+        serving(api_server, accounts) as address,
         asyncio.timeout(60),
         connect(address, max_queue=1, max_size=None) as socket,
     ):
         await ask(socket)
-        await door.closed.wait()
+        await api_server.closed.wait()
         read = await until_closed(socket)
 
     assert len(read) < 64
@@ -552,30 +560,30 @@ async def test_a_client_that_does_not_read_is_dropped(
 @asynccontextmanager
 async def answered_after(
     seconds: float,
-    door: FakeNode,
+    api_server: FakeNode,
     accounts: Accounts,
     monkeypatch: pytest.MonkeyPatch,
     advance: Callable[[float], None],
 ) -> AsyncIterator[ClientConnection]:
     """Open a connection that may be idle for an hour, and whose first answer takes some time."""
     monkeypatch.setattr(chat_socket, "IDLE_S", 3600.0)
-    door.waits_at = 1
-    async with serving(door, accounts) as address, connect(address) as socket:
+    api_server.waits_at = 1
+    async with serving(api_server, accounts) as address, connect(address) as socket:
         await ask(socket)
-        await door.begun.wait()
+        await api_server.begun.wait()
         advance(seconds)
-        asyncio.get_running_loop().call_later(0, door.go.set)
+        asyncio.get_running_loop().call_later(0, api_server.go.set)
         assert (await until_end(socket))[-1]["type"] == "done"
         yield socket
 
 
 async def test_an_idle_connection_ends(
-    door: FakeNode,
+    api_server: FakeNode,
     accounts: Accounts,
     monkeypatch: pytest.MonkeyPatch,
     advance: Callable[[float], None],
 ) -> None:
-    async with answered_after(3600, door, accounts, monkeypatch, advance) as socket:
+    async with answered_after(3600, api_server, accounts, monkeypatch, advance) as socket:
         advance(1800)
         await timers_fired()
         await ask(socket)
@@ -587,12 +595,12 @@ async def test_an_idle_connection_ends(
 
 
 async def test_a_connection_is_idle_since_its_last_answer(
-    door: FakeNode,
+    api_server: FakeNode,
     accounts: Accounts,
     monkeypatch: pytest.MonkeyPatch,
     advance: Callable[[float], None],
 ) -> None:
-    async with answered_after(3500, door, accounts, monkeypatch, advance) as socket:
+    async with answered_after(3500, api_server, accounts, monkeypatch, advance) as socket:
         advance(200)
         await timers_fired()
         await ask(socket)
@@ -600,9 +608,9 @@ async def test_a_connection_is_idle_since_its_last_answer(
 
 
 async def test_the_headers_of_the_upgrade_have_arrived(
-    door: FakeNode, accounts: Accounts, advance: Callable[[float], None]
+    api_server: FakeNode, accounts: Accounts, advance: Callable[[float], None]
 ) -> None:
-    async with serving(door, accounts) as address, connect(address) as socket:
+    async with serving(api_server, accounts) as address, connect(address) as socket:
         advance(connection.HEADERS_S)
         await timers_fired()
         await ask(socket)
@@ -610,13 +618,15 @@ async def test_the_headers_of_the_upgrade_have_arrived(
         assert (await until_end(socket))[-1]["type"] == "done"
 
 
-async def test_a_stopping_server_cancels_and_closes(door: FakeNode, accounts: Accounts) -> None:
-    door.waits_at = 1
+async def test_a_stopping_server_cancels_and_closes(
+    api_server: FakeNode, accounts: Accounts
+) -> None:
+    api_server.waits_at = 1
     async with asyncio.timeout(60):
-        async with serving(door, accounts) as address:
+        async with serving(api_server, accounts) as address:
             socket = await connect(address)
             await ask(socket)
-            await door.begun.wait()
+            await api_server.begun.wait()
         await socket.wait_closed()
 
-    assert door.closed.is_set()
+    assert api_server.closed.is_set()

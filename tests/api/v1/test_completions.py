@@ -33,7 +33,7 @@ def scored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.builders.fake_node.Piece", lambda text: Piece(text, (5,), (TOLD,)))
 
 
-async def test_a_completion(client: httpx2.AsyncClient, door: FakeNode) -> None:
+async def test_a_completion(client: httpx2.AsyncClient, api_server: FakeNode) -> None:
     said = (await client.post(PATH, json=BODY)).json()
 
     assert said.pop("id").startswith("cmpl-")
@@ -52,17 +52,17 @@ async def test_a_completion(client: httpx2.AsyncClient, door: FakeNode) -> None:
         },
         "meshllm": {"seed": 1},
     }
-    (asked,) = door.requests
+    (asked,) = api_server.requests
     assert (asked.raw, asked.max_tokens, asked.scores_prompt) == ("hi", 16, False)
 
 
 async def test_end_tokens_are_ignored_on_request(
-    client: httpx2.AsyncClient, door: FakeNode
+    client: httpx2.AsyncClient, api_server: FakeNode
 ) -> None:
     for given in ({}, {"ignore_eos": True}, {"ignore_eos": False}):
         await client.post(PATH, json=BODY | given)
 
-    assert [each.ignores_end for each in door.requests] == [False, True, False]
+    assert [each.ignores_end for each in api_server.requests] == [False, True, False]
 
 
 @pytest.mark.parametrize(
@@ -75,15 +75,15 @@ async def test_end_tokens_are_ignored_on_request(
     ],
 )
 async def test_the_four_forms_of_a_prompt(
-    client: httpx2.AsyncClient, door: FakeNode, prompt: object, raw: list[Any], ids: list[Any]
+    client: httpx2.AsyncClient, api_server: FakeNode, prompt: object, raw: list[Any], ids: list[Any]
 ) -> None:
     said = (await client.post(PATH, json=BODY | {"prompt": prompt, "n": 2})).json()
 
     count = len(raw)
     assert [each["index"] for each in said["choices"]] == [*range(2 * count)]
-    assert [each.raw for each in door.requests[::2]] == raw
-    assert [each.ids for each in door.requests[::2]] == ids
-    assert [each.sampling.seed for each in door.requests] == [1, 2] * count
+    assert [each.raw for each in api_server.requests[::2]] == raw
+    assert [each.ids for each in api_server.requests[::2]] == ids
+    assert [each.sampling.seed for each in api_server.requests] == [1, 2] * count
     assert said["usage"]["prompt_tokens"] == 2 * count
     assert said["usage"]["completion_tokens"] == 5 * 2 * count
 
@@ -115,17 +115,17 @@ async def test_the_four_forms_of_a_prompt(
     ids=range(20),
 )
 async def test_what_is_not_supported_is_refused_by_name(
-    client: httpx2.AsyncClient, door: FakeNode, change: dict[str, Any], param: str, code: str
+    client: httpx2.AsyncClient, api_server: FakeNode, change: dict[str, Any], param: str, code: str
 ) -> None:
     said = await client.post(PATH, json=BODY | change)
 
     error = said.json()["error"]
     assert (said.status_code, error["param"], error["code"]) == (400, param, code)
-    assert door.requests == []
+    assert api_server.requests == []
 
 
 async def test_log_probabilities_of_a_completion(
-    client: httpx2.AsyncClient, door: FakeNode, scored: None
+    client: httpx2.AsyncClient, api_server: FakeNode, scored: None
 ) -> None:
     said = (await client.post(PATH, json=BODY | {"logprobs": 2})).json()
 
@@ -135,15 +135,15 @@ async def test_log_probabilities_of_a_completion(
         "top_logprobs": [{"hel": -0.5, "\ufffd": -0.1}] * 2,
         "text_offset": [0, 3],
     }
-    assert (door.requests[0].logprobs, door.requests[0].scores_prompt) == (2, False)
+    assert (api_server.requests[0].logprobs, api_server.requests[0].scores_prompt) == (2, False)
 
 
 async def test_the_parts_of_a_character_have_its_offset(
-    client: httpx2.AsyncClient, door: FakeNode
+    client: httpx2.AsyncClient, api_server: FakeNode
 ) -> None:
     spelled = b"a", b"\xf0\x9f", b"\x98", b"\x80", b"b"
     texts = "a", "", "", "\U0001f600", "b"
-    door.said = (
+    api_server.said = (
         *(
             Piece(text, (place,), (TokenLogprobs(Logprob(place, "", tuple(part), -0.5)),))
             for place, (text, part) in enumerate(zip(texts, spelled, strict=True))
@@ -157,21 +157,21 @@ async def test_the_parts_of_a_character_have_its_offset(
 
 
 async def test_log_probabilities_are_laid_out_as_they_come(
-    client: httpx2.AsyncClient, door: FakeNode, scored: None
+    client: httpx2.AsyncClient, api_server: FakeNode, scored: None
 ) -> None:
-    door.waits_at = 3
+    api_server.waits_at = 3
     with patch.object(completions, "_top", wraps=completions._top) as laid_out:
         asking = asyncio.ensure_future(client.post(PATH, json=BODY | {"logprobs": 2}))
-        await door.begun.wait()
+        await api_server.begun.wait()
         laid_out_before = laid_out.call_count
-        door.go.set()
+        api_server.go.set()
         await asking
 
     assert (laid_out_before, laid_out.call_count) == (2, 2)
 
 
 async def test_an_echoed_prompt_is_scored_but_for_its_first_token(
-    client: httpx2.AsyncClient, door: FakeNode, scored: None
+    client: httpx2.AsyncClient, api_server: FakeNode, scored: None
 ) -> None:
     asked = BODY | {"logprobs": 1, "echo": True, "max_tokens": 0}
     said = (await client.post(PATH, json=asked)).json()
@@ -180,7 +180,7 @@ async def test_an_echoed_prompt_is_scored_but_for_its_first_token(
     assert told["token_logprobs"] == [None, -0.5]
     assert told["top_logprobs"] == [None, {"hel": -0.5, "\ufffd": -0.1}]
     assert said["usage"]["completion_tokens"] == 3
-    assert (door.requests[0].max_tokens, door.requests[0].scores_prompt) == (0, True)
+    assert (api_server.requests[0].max_tokens, api_server.requests[0].scores_prompt) == (0, True)
 
 
 async def test_a_stream_has_the_same_parts(client: httpx2.AsyncClient, scored: None) -> None:
@@ -203,8 +203,10 @@ async def test_a_stream_has_the_same_parts(client: httpx2.AsyncClient, scored: N
     assert usage["usage"]["prompt_tokens"] == 2
 
 
-async def test_a_late_error_is_the_last_event(client: httpx2.AsyncClient, door: FakeNode) -> None:
-    door.fails_at = 2
+async def test_a_late_error_is_the_last_event(
+    client: httpx2.AsyncClient, api_server: FakeNode
+) -> None:
+    api_server.fails_at = 2
 
     *_, last = chunks_of(await client.post(PATH, json=BODY | {"stream": True}))
 
@@ -212,9 +214,9 @@ async def test_a_late_error_is_the_last_event(client: httpx2.AsyncClient, door: 
 
 
 async def test_a_prompt_that_is_too_long_is_named(
-    client: httpx2.AsyncClient, door: FakeNode
+    client: httpx2.AsyncClient, api_server: FakeNode
 ) -> None:
-    door.fails_at, door.error = 0, ContextTooLong("A prompt of 9 tokens")
+    api_server.fails_at, api_server.error = 0, ContextTooLong("A prompt of 9 tokens")
 
     said = await client.post(PATH, json=BODY)
 
@@ -223,9 +225,9 @@ async def test_a_prompt_that_is_too_long_is_named(
 
 
 async def test_ids_are_left_to_the_choice_between_several_providers(
-    client: httpx2.AsyncClient, door: FakeNode
+    client: httpx2.AsyncClient, api_server: FakeNode
 ) -> None:
-    door.provided = (replace(FOX, context=4, providers=("gpu", "desk")),)
+    api_server.provided = (replace(FOX, context=4, providers=("gpu", "desk")),)
     asked = [(4, 0), (5, 0), (5, 3), (5, 8)]
 
     for count, least in asked:
@@ -233,14 +235,14 @@ async def test_ids_are_left_to_the_choice_between_several_providers(
         said = await client.post(PATH, json=BODY | fields | {"model": "fox"})
         assert said.status_code == 200
 
-    assert [each.min_context for each in door.requests] == [0, 0, 3, 8]
+    assert [each.min_context for each in api_server.requests] == [0, 0, 3, 8]
 
 
 async def test_more_ids_than_the_model_takes_are_not_sent_to_the_entry(
-    client: httpx2.AsyncClient, door: FakeNode, monkeypatch: pytest.MonkeyPatch
+    client: httpx2.AsyncClient, api_server: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def models(_: FakeNode) -> list[ModelStatus]:
-        known = door.report().model
+        known = api_server.report().model
         assert known
         return [replace(known, context=4)]
 
@@ -250,4 +252,4 @@ async def test_more_ids_than_the_model_takes_are_not_sent_to_the_entry(
 
     assert [each.status_code for each in said] == [200, 400]
     assert said[1].json()["error"]["code"] == "context_length_exceeded"
-    assert [each.ids for each in door.requests] == [(1,) * 4]
+    assert [each.ids for each in api_server.requests] == [(1,) * 4]

@@ -25,7 +25,7 @@ BODY = {"model": "builtin", "messages": [{"role": "user", "content": "hi"}]}
 async def client(service: Service) -> AsyncIterator[httpx2.AsyncClient]:
     application = public_application(service, AccessPolicy(needs_key=True))
     transport = httpx2.ASGITransport(application)
-    async with httpx2.AsyncClient(transport=transport, base_url="http://door") as client:
+    async with httpx2.AsyncClient(transport=transport, base_url="http://node") as client:
         yield client
 
 
@@ -34,18 +34,18 @@ def bearer(key: str) -> dict[str, str]:
 
 
 async def test_a_key_has_so_many_requests_at_a_time(
-    client: httpx2.AsyncClient, door: FakeNode, accounts: Accounts
+    client: httpx2.AsyncClient, api_server: FakeNode, accounts: Accounts
 ) -> None:
     key = accounts.create("laptop", KeyLimits(concurrency=1), 0)
-    door.waits_at = 1
+    api_server.waits_at = 1
     first = asyncio.ensure_future(client.post(PATH, json=BODY, headers=bearer(key)))
-    await door.begun.wait()
+    await api_server.begun.wait()
 
     second = await client.post(PATH, json=BODY, headers=bearer(key))
 
     assert (second.status_code, second.json()["error"]["code"]) == (429, "rate_limit_exceeded")
     assert second.headers["retry-after"] == "2"
-    door.go.set()
+    api_server.go.set()
     assert (await first).status_code == 200
     assert (await client.post(PATH, json=BODY, headers=bearer(key))).status_code == 200
 
@@ -73,19 +73,19 @@ async def test_a_request_counts_before_its_body_has_arrived(
 
 async def test_a_request_that_was_let_in_is_not_refused_for_a_later_one(
     client: httpx2.AsyncClient,
-    door: FakeNode,
+    api_server: FakeNode,
     accounts: Accounts,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     key = accounts.create("laptop", KeyLimits(concurrency=1), 0)
-    begun, go, models = asyncio.Event(), asyncio.Event(), door.models
+    begun, go, models = asyncio.Event(), asyncio.Event(), api_server.models
 
     async def slow_models() -> list[ModelStatus]:
         begun.set()
         await go.wait()
         return await models()
 
-    monkeypatch.setattr(door, "models", slow_models)  # asked for behind the body
+    monkeypatch.setattr(api_server, "models", slow_models)  # asked for behind the body
     first = asyncio.ensure_future(client.post(PATH, json=BODY, headers=bearer(key)))
     await begun.wait()
 
@@ -99,12 +99,12 @@ async def test_a_request_that_was_let_in_is_not_refused_for_a_later_one(
 
 @pytest.mark.parametrize(("connection", "read"), [("close", 3), ("keep-alive", 0)])
 async def test_a_client_that_closes_reads_why_it_was_refused_behind_its_body(
-    client: httpx2.AsyncClient, door: FakeNode, accounts: Accounts, connection: str, read: int
+    client: httpx2.AsyncClient, api_server: FakeNode, accounts: Accounts, connection: str, read: int
 ) -> None:
     key = accounts.create("laptop", KeyLimits(concurrency=1), 0)
-    door.waits_at, sent = 1, 0
+    api_server.waits_at, sent = 1, 0
     first = asyncio.ensure_future(client.post(PATH, json=BODY, headers=bearer(key)))
-    await door.begun.wait()
+    await api_server.begun.wait()
 
     async def body() -> AsyncIterator[bytes]:
         nonlocal sent
@@ -116,7 +116,7 @@ async def test_a_client_that_closes_reads_why_it_was_refused_behind_its_body(
     refused = await client.post(PATH, content=body(), headers=headers)
 
     assert (refused.status_code, sent) == (429, read)
-    door.go.set()
+    api_server.go.set()
     assert (await first).status_code == 200
 
 
@@ -164,20 +164,20 @@ async def test_a_client_that_left_has_no_place_while_others_are_read(
 
 async def test_others_leave_places_to_the_owner(
     client: httpx2.AsyncClient,
-    door: FakeNode,
+    api_server: FakeNode,
     accounts: Accounts,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(counting, "MAX_OTHERS", 1)
     guest = accounts.create("guest", KeyLimits(), 0)
     own = accounts.create("own", KeyLimits(), 0, is_owner=True)
-    door.waits_at = 1
+    api_server.waits_at = 1
     first = asyncio.ensure_future(client.post(PATH, json=BODY, headers=bearer(guest)))
-    await door.begun.wait()
+    await api_server.begun.wait()
 
     refused = await client.get("/v1/models", headers=bearer(guest))
     listed = await client.get("/v1/models", headers=bearer(own))
-    door.go.set()
+    api_server.go.set()
 
     assert (refused.status_code, listed.status_code) == (503, 200)
     assert "no place left" in refused.json()["error"]["message"]

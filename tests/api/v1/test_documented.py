@@ -151,15 +151,18 @@ def _no_chance(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_no_chance")
 @pytest.mark.parametrize("route", ROUTES, ids=lambda each: each.name)
 async def test_each_field_does_what_the_table_says(
-    route: DocumentedRoute, client: httpx2.AsyncClient, door: FakeNode, subtests: pytest.Subtests
+    route: DocumentedRoute,
+    client: httpx2.AsyncClient,
+    api_server: FakeNode,
+    subtests: pytest.Subtests,
 ) -> None:
-    door.said = answer(route)
+    api_server.said = answer(route)
     base = {"model": "builtin", **BODIES[route.name]}
 
     async def said(**change: Any) -> Said:
-        door.requests.clear()
+        api_server.requests.clear()
         found = await client.post(route.path, json=base | change)
-        return found.status_code, found.text, tuple(door.requests)
+        return found.status_code, found.text, tuple(api_server.requests)
 
     for field in EVERY_FIELD:
         with subtests.test(field=field):
@@ -217,7 +220,7 @@ def assert_refused(said: Said, route: DocumentedRoute, field: str) -> None:
 async def test_a_seed_that_is_drawn_is_exact_in_javascript(
     route: DocumentedRoute,
     client: httpx2.AsyncClient,
-    door: FakeNode,
+    api_server: FakeNode,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(secrets, "randbelow", lambda bound: bound - 1)
@@ -225,7 +228,7 @@ async def test_a_seed_that_is_drawn_is_exact_in_javascript(
 
     await client.post(route.path, json={"model": "builtin", **BODIES[route.name], **more})
 
-    assert 0 < max(each.sampling.seed for each in door.requests) < 2**53
+    assert 0 < max(each.sampling.seed for each in api_server.requests) < 2**53
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=lambda each: each.name)

@@ -26,11 +26,11 @@ def answer(embedding: str) -> tuple[Event, ...]:
 
 
 @pytest.fixture
-def door() -> FakeNode:
+def api_server() -> FakeNode:
     return FakeNode(said=answer(packed(VALUES)))
 
 
-async def test_an_embedding(client: httpx2.AsyncClient, door: FakeNode) -> None:
+async def test_an_embedding(client: httpx2.AsyncClient, api_server: FakeNode) -> None:
     said = await client.post(PATH, json=BODY | {"user": "me"})
 
     assert said.headers["content-type"] == "application/json"
@@ -43,16 +43,16 @@ async def test_an_embedding(client: httpx2.AsyncClient, door: FakeNode) -> None:
         "model": "builtin",
         "usage": {"prompt_tokens": 2, "total_tokens": 2},
     }
-    (asked,) = door.requests
+    (asked,) = api_server.requests
     assert (asked.raw, asked.embeds, asked.dimensions, asked.max_tokens) == ("hi", True, None, 0)
 
 
-async def test_an_embedding_in_base64(client: httpx2.AsyncClient, door: FakeNode) -> None:
+async def test_an_embedding_in_base64(client: httpx2.AsyncClient, api_server: FakeNode) -> None:
     asked = BODY | {"encoding_format": "base64", "dimensions": 3}
     said = (await client.post(PATH, json=asked)).json()
 
     assert said["data"][0]["embedding"] == packed(VALUES)
-    assert door.requests[0].dimensions == 3
+    assert api_server.requests[0].dimensions == 3
 
 
 @pytest.mark.parametrize(
@@ -65,13 +65,13 @@ async def test_an_embedding_in_base64(client: httpx2.AsyncClient, door: FakeNode
     ],
 )
 async def test_the_four_forms_of_an_input(
-    client: httpx2.AsyncClient, door: FakeNode, given: object, raw: list[Any], ids: list[Any]
+    client: httpx2.AsyncClient, api_server: FakeNode, given: object, raw: list[Any], ids: list[Any]
 ) -> None:
     said = (await client.post(PATH, json=BODY | {"input": given})).json()
 
     assert [each["index"] for each in said["data"]] == [*range(len(raw))]
-    assert [each.raw for each in door.requests] == raw
-    assert [each.ids for each in door.requests] == ids
+    assert [each.raw for each in api_server.requests] == raw
+    assert [each.ids for each in api_server.requests] == ids
     assert said["usage"]["total_tokens"] == 2 * len(raw)
 
 
@@ -91,19 +91,22 @@ async def test_the_four_forms_of_an_input(
     ids=range(9),
 )
 async def test_what_is_not_supported_is_refused_by_name(
-    client: httpx2.AsyncClient, door: FakeNode, change: dict[str, Any], param: str, code: str
+    client: httpx2.AsyncClient, api_server: FakeNode, change: dict[str, Any], param: str, code: str
 ) -> None:
     said = await client.post(PATH, json=BODY | change)
 
     error = said.json()["error"]
     assert (said.status_code, error["param"], error["code"]) == (400, param, code)
-    assert door.requests == []
+    assert api_server.requests == []
 
 
 async def test_an_input_that_is_too_long_is_named(
-    client: httpx2.AsyncClient, door: FakeNode
+    client: httpx2.AsyncClient, api_server: FakeNode
 ) -> None:
-    door.fails_at, door.error = 1, ContextTooLong("A prompt of 9 tokens", hint="shorten it")
+    api_server.fails_at, api_server.error = (
+        1,
+        ContextTooLong("A prompt of 9 tokens", hint="shorten it"),
+    )
 
     said = await client.post(PATH, json=BODY | {"input": ["a", "b"]})
 
@@ -129,9 +132,9 @@ async def test_the_tokens_of_a_request_are_bounded(
 
 
 async def test_what_computes_no_embeddings_is_told(
-    client: httpx2.AsyncClient, door: FakeNode
+    client: httpx2.AsyncClient, api_server: FakeNode
 ) -> None:
-    door.said = answer("")
+    api_server.said = answer("")
 
     said = await client.post(PATH, json=BODY)
 

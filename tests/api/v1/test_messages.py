@@ -28,7 +28,7 @@ def events_of(said: httpx2.Response) -> list[tuple[str, Any]]:
     return [(name.removeprefix("event: "), json.loads(data[6:])) for name, data in parts]
 
 
-async def test_a_message(client: httpx2.AsyncClient, door: FakeNode) -> None:
+async def test_a_message(client: httpx2.AsyncClient, api_server: FakeNode) -> None:
     said = (await client.post(PATH, json=BODY)).json()
 
     assert said.pop("id").startswith("msg_")
@@ -36,7 +36,7 @@ async def test_a_message(client: httpx2.AsyncClient, door: FakeNode) -> None:
         "type": "message",
         "role": "assistant",
         "model": "builtin",
-        "meshllm": {"seed": door.requests[0].sampling.seed},
+        "meshllm": {"seed": api_server.requests[0].sampling.seed},
         "content": [{"type": "text", "text": "hello", "citations": None}],
         "stop_reason": "end_turn",
         "stop_sequence": None,
@@ -54,10 +54,12 @@ async def test_a_message(client: httpx2.AsyncClient, door: FakeNode) -> None:
             "service_tier": None,
         },
     }
-    assert door.requests[0].turns == ({"role": "user", "content": "hi"},)
+    assert api_server.requests[0].turns == ({"role": "user", "content": "hi"},)
 
 
-async def test_every_field_reaches_the_mesh(client: httpx2.AsyncClient, door: FakeNode) -> None:
+async def test_every_field_reaches_the_mesh(
+    client: httpx2.AsyncClient, api_server: FakeNode
+) -> None:
     blocks = [{"type": "text", "text": "be", "cache_control": {"type": "ephemeral"}}]
     body = {
         "system": [*blocks, {"type": "text", "text": " kind"}],
@@ -67,7 +69,7 @@ async def test_every_field_reaches_the_mesh(client: httpx2.AsyncClient, door: Fa
     }  # fmt: skip
     said = await client.post(PATH, json=BODY | body)
 
-    [asked] = door.requests
+    [asked] = api_server.requests
     assert said.status_code == 200
     assert asked == Request(
         turns=(
@@ -82,7 +84,7 @@ async def test_every_field_reaches_the_mesh(client: httpx2.AsyncClient, door: Fa
 
 
 async def test_an_answer_can_be_had_again_by_its_seed(
-    client: httpx2.AsyncClient, door: FakeNode
+    client: httpx2.AsyncClient, api_server: FakeNode
 ) -> None:
     first = (await client.post(PATH, json=BODY)).json()
     other = (await client.post(PATH, json=BODY)).json()
@@ -90,7 +92,7 @@ async def test_an_answer_can_be_had_again_by_its_seed(
 
     begun = next(data for name, data in events_of(again) if name == "message_start")
     assert begun["message"]["meshllm"] == first["meshllm"] != other["meshllm"]
-    assert door.requests[2] == door.requests[0] != door.requests[1]
+    assert api_server.requests[2] == api_server.requests[0] != api_server.requests[1]
 
 
 async def test_a_stream_has_anthropics_events(client: httpx2.AsyncClient) -> None:
@@ -108,18 +110,20 @@ async def test_a_stream_has_anthropics_events(client: httpx2.AsyncClient) -> Non
     assert events[5][1]["usage"]["output_tokens"] == 5
 
 
-async def test_tokens_are_counted(client: httpx2.AsyncClient, door: FakeNode) -> None:
+async def test_tokens_are_counted(client: httpx2.AsyncClient, api_server: FakeNode) -> None:
     body = {"model": "builtin", "messages": [HI], "system": "be kind", "meshllm": {"seed": 1}}
     said = await client.post(f"{PATH}/count_tokens", json=body)
 
     assert said.json() == {"input_tokens": 2}
-    assert door.requests[0].max_tokens == 0
+    assert api_server.requests[0].max_tokens == 0
 
 
-async def test_a_client_that_leaves_while_its_tokens_are_counted_cancels(door: FakeNode) -> None:
-    door.waits_at = 1
+async def test_a_client_that_leaves_while_its_tokens_are_counted_cancels(
+    api_server: FakeNode,
+) -> None:
+    api_server.waits_at = 1
     body = json.dumps({"model": "builtin", "messages": [HI]}).encode()
-    headers = [(b"host", b"door"), (b"content-length", str(len(body)).encode())]
+    headers = [(b"host", b"node"), (b"content-length", str(len(body)).encode())]
     scope = {
         "type": "http", "method": "POST", "path": f"{PATH}/count_tokens", "headers": headers,
         "scheme": "http", "query_string": b"",
@@ -129,16 +133,16 @@ async def test_a_client_that_leaves_while_its_tokens_are_counted_cancels(door: F
     async def receive() -> Message:
         if sent:
             return sent.pop()
-        await door.begun.wait()
+        await api_server.begun.wait()
         return {"type": "http.disconnect"}
 
     async def send(_: Message) -> None:
         pass
 
     async with asyncio.timeout(60):
-        await owner_application(door)(scope, receive, send)
+        await owner_application(api_server)(scope, receive, send)
 
-    assert door.closed.is_set()
+    assert api_server.closed.is_set()
 
 
 @pytest.mark.parametrize(
@@ -171,7 +175,7 @@ async def test_a_client_that_leaves_while_its_tokens_are_counted_cancels(door: F
     ids=str,
 )
 async def test_what_is_not_supported_is_refused(
-    client: httpx2.AsyncClient, door: FakeNode, change: dict[str, Any]
+    client: httpx2.AsyncClient, api_server: FakeNode, change: dict[str, Any]
 ) -> None:
     said = await client.post(PATH, json=BODY | change)
 
@@ -180,7 +184,7 @@ async def test_what_is_not_supported_is_refused(
         404 if "model" in change else 400, kind,
     )  # fmt: skip
     assert (said.json()["type"], said.json()["request_id"]) == ("error", said.headers["request-id"])
-    assert door.requests == []
+    assert api_server.requests == []
 
 
 @pytest.mark.parametrize(
@@ -192,18 +196,18 @@ async def test_what_is_not_supported_is_refused(
     ],
 )
 async def test_errors_have_anthropics_shape(
-    client: httpx2.AsyncClient, door: FakeNode, error: MeshError, status: int, kind: str
+    client: httpx2.AsyncClient, api_server: FakeNode, error: MeshError, status: int, kind: str
 ) -> None:
-    door.fails_at, door.error = 0, error
+    api_server.fails_at, api_server.error = 0, error
     said = await client.post(PATH, json=BODY)
 
     assert (said.status_code, said.json()["error"]["type"]) == (status, kind)
 
 
 async def test_an_error_in_the_middle_is_an_event(
-    client: httpx2.AsyncClient, door: FakeNode
+    client: httpx2.AsyncClient, api_server: FakeNode
 ) -> None:
-    door.fails_at = 2
+    api_server.fails_at = 2
     events = events_of(await client.post(PATH, json=BODY | {"stream": True}))
 
     assert events[-1][0] == "error"
@@ -234,23 +238,25 @@ def test_the_reason_of_an_end(finish: FinishReason, stop_text: str, reason: str)
     ],
 )
 async def test_tools_are_offered_or_required(
-    client: httpx2.AsyncClient, door: FakeNode, choice: Any, required: bool, parallel: bool
+    client: httpx2.AsyncClient, api_server: FakeNode, choice: Any, required: bool, parallel: bool
 ) -> None:
     await client.post(PATH, json=BODY | {"tools": [MESSAGES_TOOL], "tool_choice": choice})
 
     functions = '[{"name":"f","parameters":{}}]'
-    assert door.requests[0].tools == Tools(functions, required, parallel)
+    assert api_server.requests[0].tools == Tools(functions, required, parallel)
 
 
-async def test_no_tools_are_offered(client: httpx2.AsyncClient, door: FakeNode) -> None:
+async def test_no_tools_are_offered(client: httpx2.AsyncClient, api_server: FakeNode) -> None:
     body = {"tools": [MESSAGES_TOOL], "tool_choice": {"type": "none"}}
     await client.post(PATH, json=BODY | body)
 
-    assert door.requests[0].tools is None
+    assert api_server.requests[0].tools is None
 
 
-async def test_calls_and_thoughts_are_blocks(client: httpx2.AsyncClient, door: FakeNode) -> None:
-    door.said = ONE_CALL
+async def test_calls_and_thoughts_are_blocks(
+    client: httpx2.AsyncClient, api_server: FakeNode
+) -> None:
+    api_server.said = ONE_CALL
 
     said = (await client.post(PATH, json=BODY | {"tools": [MESSAGES_TOOL]})).json()
 
@@ -264,20 +270,20 @@ async def test_calls_and_thoughts_are_blocks(client: httpx2.AsyncClient, door: F
 
 
 async def test_the_content_of_an_answer_can_be_sent_back(
-    client: httpx2.AsyncClient, door: FakeNode
+    client: httpx2.AsyncClient, api_server: FakeNode
 ) -> None:
-    door.said = ONE_CALL
+    api_server.said = ONE_CALL
     said = (await client.post(PATH, json=BODY)).json()
 
     turn = {"role": "assistant", "content": said["content"]}
     again = await client.post(PATH, json=BODY | {"messages": [HI, turn, HI]})
 
     assert again.status_code == 200
-    assert door.requests[1].turns[1]["content"] == "I see."
+    assert api_server.requests[1].turns[1]["content"] == "I see."
 
 
-async def test_calls_and_thoughts_stream(client: httpx2.AsyncClient, door: FakeNode) -> None:
-    door.said = ONE_CALL
+async def test_calls_and_thoughts_stream(client: httpx2.AsyncClient, api_server: FakeNode) -> None:
+    api_server.said = ONE_CALL
 
     events = events_of(await client.post(PATH, json=BODY | {"stream": True}))
 
@@ -291,7 +297,7 @@ async def test_calls_and_thoughts_stream(client: httpx2.AsyncClient, door: FakeN
 
 
 async def test_calls_and_their_results_are_turns(
-    client: httpx2.AsyncClient, door: FakeNode
+    client: httpx2.AsyncClient, api_server: FakeNode
 ) -> None:
     result = {"type": "tool_result", "tool_use_id": "a", "content": "done"}
     thought = {"type": "thinking", "thinking": "Hm.", "signature": ""}
@@ -303,7 +309,7 @@ async def test_calls_and_their_results_are_turns(
     await client.post(PATH, json=BODY | {"messages": messages})
 
     call = ToolCall("f", '{"x": 1}', "a")
-    assert door.requests[0].turns[1:] == (
+    assert api_server.requests[0].turns[1:] == (
         {"role": "assistant", "content": "so", "tool_calls": (call,)},
         {"role": "tool", "content": "done", "tool_call_id": "a"},
         {"role": "user", "content": "next"},
@@ -314,16 +320,16 @@ async def test_calls_and_their_results_are_turns(
     "written", ['{"x', "[1]", "5", '{"x": NaN}', '{"x": 1e999}', '{"x": "\ud800"}']
 )
 async def test_a_call_without_an_object_of_json_is_told(
-    client: httpx2.AsyncClient, door: FakeNode, written: str
+    client: httpx2.AsyncClient, api_server: FakeNode, written: str
 ) -> None:
-    door.said = (replace(answer_of("", 5), calls=(ToolCall("f", written),)),)
+    api_server.said = (replace(answer_of("", 5), calls=(ToolCall("f", written),)),)
 
     said = json.loads((await client.post(PATH, json=BODY)).text, parse_constant=pytest.fail)
 
     assert said["content"][0]["input"] == {"invalid": written}
 
 
-async def test_reasoning_has_a_budget(client: httpx2.AsyncClient, door: FakeNode) -> None:
+async def test_reasoning_has_a_budget(client: httpx2.AsyncClient, api_server: FakeNode) -> None:
     await client.post(PATH, json=BODY | {"thinking": {"type": "enabled", "budget_tokens": 9}})
 
-    assert (door.requests[0].thinks, door.requests[0].max_reasoning) == (True, 9)
+    assert (api_server.requests[0].thinks, api_server.requests[0].max_reasoning) == (True, 9)

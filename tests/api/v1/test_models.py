@@ -32,9 +32,9 @@ async def test_one_model_is_shown(client: httpx2.AsyncClient) -> None:
     ids=["known", "unknown"],
 )
 async def test_a_model_of_an_engine_names_provider_precision_and_context(
-    client: httpx2.AsyncClient, door: FakeNode, provided: ModelStatus, said: dict[str, Any]
+    client: httpx2.AsyncClient, api_server: FakeNode, provided: ModelStatus, said: dict[str, Any]
 ) -> None:
-    door.provided = (provided,)
+    api_server.provided = (provided,)
 
     listed = (await client.get("/v1/models")).json()["data"]
 
@@ -43,12 +43,12 @@ async def test_a_model_of_an_engine_names_provider_precision_and_context(
 
 
 async def test_each_of_several_providers_says_what_it_has(
-    client: httpx2.AsyncClient, door: FakeNode
+    client: httpx2.AsyncClient, api_server: FakeNode
 ) -> None:
     known = ProviderOffer("gpu", "bf16", 8192), ProviderOffer("desk", "int4", 2048)
     offers = (*known, ProviderOffer("attic"))
     names = tuple(each.provider for each in offers)
-    door.provided = (replace(FOX, precision="", providers=names, offers=offers),)
+    api_server.provided = (replace(FOX, precision="", providers=names, offers=offers),)
 
     listed = (await client.get("/v1/models/fox")).json()
 
@@ -91,18 +91,18 @@ async def test_a_model_of_rings_tells_aliases_key_and_rings(client: httpx2.Async
 @pytest.mark.usefixtures("keyed")
 @pytest.mark.parametrize("name", ["builtin", "base", KEY, KEY[:6]])
 async def test_a_request_names_a_model_as_it_is_listed(
-    client: httpx2.AsyncClient, door: FakeNode, name: str
+    client: httpx2.AsyncClient, api_server: FakeNode, name: str
 ) -> None:
     said = await client.post("/v1/completions", json={"model": name, "prompt": "hello"})
 
     assert said.status_code == 200
-    assert [each.model for each in door.requests] == ["builtin"]
+    assert [each.model for each in api_server.requests] == ["builtin"]
 
 
-async def test_what_a_door_lists_can_be_provided_to_another_mesh(
-    client: httpx2.AsyncClient, door: FakeNode
+async def test_what_an_api_server_lists_can_be_provided_to_another_mesh(
+    client: httpx2.AsyncClient, api_server: FakeNode
 ) -> None:
-    door.served, door.provided = None, (FOX,)
+    api_server.served, api_server.provided = None, (FOX,)
 
     listed = (await client.get("/v1/models")).json()
 
@@ -118,9 +118,9 @@ async def test_a_name_with_a_slash_is_one_name(client: httpx2.AsyncClient) -> No
 
 
 async def test_a_client_tries_again_while_nothing_is_served(
-    client: httpx2.AsyncClient, door: FakeNode
+    client: httpx2.AsyncClient, api_server: FakeNode
 ) -> None:
-    door.served = ""
+    api_server.served = ""
 
     said = await client.get("/v1/models/builtin")
 

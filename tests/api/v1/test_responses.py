@@ -22,7 +22,7 @@ def events_of(said: httpx2.Response) -> list[tuple[str, Any]]:
     return [(name.removeprefix("event: "), json.loads(data[6:])) for name, data in parts]
 
 
-async def test_a_response(client: httpx2.AsyncClient, door: FakeNode) -> None:
+async def test_a_response(client: httpx2.AsyncClient, api_server: FakeNode) -> None:
     said = (await client.post(PATH, json=BODY | {"instructions": "be kind"})).json()
 
     [item] = said["output"]
@@ -32,11 +32,11 @@ async def test_a_response(client: httpx2.AsyncClient, door: FakeNode) -> None:
     ]
     assert said["usage"]["total_tokens"] == 7
     assert (said["instructions"], said["store"]) == ("be kind", True)
-    assert door.requests[0].turns == ({"role": "system", "content": "be kind"}, HI)
+    assert api_server.requests[0].turns == ({"role": "system", "content": "be kind"}, HI)
 
 
 async def test_items_of_earlier_outputs_are_inputs(
-    client: httpx2.AsyncClient, door: FakeNode
+    client: httpx2.AsyncClient, api_server: FakeNode
 ) -> None:
     first = (await client.post(PATH, json=BODY)).json()
     parts = [{"type": "input_text", "text": "h"}, {"type": "input_text", "text": "i"}]
@@ -47,11 +47,11 @@ async def test_items_of_earlier_outputs_are_inputs(
     await client.post(PATH, json=BODY | {"input": items})
 
     lines: Turn = {"role": "user", "content": "h\ni"}
-    assert door.requests[1].turns == ({"role": "system", "content": "be kind"}, HELLO, lines)
+    assert api_server.requests[1].turns == ({"role": "system", "content": "be kind"}, HELLO, lines)
 
 
 async def test_an_answer_can_be_had_again_by_its_seed(
-    client: httpx2.AsyncClient, door: FakeNode
+    client: httpx2.AsyncClient, api_server: FakeNode
 ) -> None:
     first = (await client.post(PATH, json=BODY)).json()
     other = (await client.post(PATH, json=BODY)).json()
@@ -60,16 +60,18 @@ async def test_an_answer_can_be_had_again_by_its_seed(
     seeds = [data["response"]["meshllm"] for _, data in events_of(again) if "response" in data]
     assert seeds == [first["meshllm"]] * 3
     assert first["meshllm"] != other["meshllm"]
-    assert door.requests[2] == door.requests[0] != door.requests[1]
+    assert api_server.requests[2] == api_server.requests[0] != api_server.requests[1]
 
 
-async def test_a_response_continues_another_one(client: httpx2.AsyncClient, door: FakeNode) -> None:
+async def test_a_response_continues_another_one(
+    client: httpx2.AsyncClient, api_server: FakeNode
+) -> None:
     first = (await client.post(PATH, json=BODY | {"instructions": "once"})).json()
     second = (await client.post(PATH, json=BODY | {"previous_response_id": first["id"]})).json()
     await client.post(PATH, json=BODY | {"previous_response_id": second["id"]})
 
     assert second["previous_response_id"] == first["id"]
-    assert door.requests[2].turns == (HI, HELLO, HI, HELLO, HI)
+    assert api_server.requests[2].turns == (HI, HELLO, HI, HELLO, HI)
 
 
 async def test_responses_are_kept_until_they_are_deleted(client: httpx2.AsyncClient) -> None:
@@ -109,9 +111,9 @@ async def test_a_stream_has_openais_events(client: httpx2.AsyncClient) -> None:
 
 
 async def test_an_error_in_the_middle_is_an_event(
-    client: httpx2.AsyncClient, door: FakeNode
+    client: httpx2.AsyncClient, api_server: FakeNode
 ) -> None:
-    door.fails_at = 2
+    api_server.fails_at = 2
     events = events_of(await client.post(PATH, json=BODY | {"stream": True}))
 
     assert (events[-1][0], events[-1][1]["message"]) == ("error", "It broke; mend it")
@@ -127,12 +129,12 @@ async def test_an_error_in_the_middle_is_an_event(
     ids=["text", "object", "schema"],
 )
 async def test_an_answer_follows_a_schema(
-    client: httpx2.AsyncClient, door: FakeNode, form: object, schema: str | None
+    client: httpx2.AsyncClient, api_server: FakeNode, form: object, schema: str | None
 ) -> None:
     said = await client.post(PATH, json=BODY | {"text": {"format": form}})
 
     assert said.json()["text"] == {"format": form}
-    assert door.requests[0].schema == schema
+    assert api_server.requests[0].schema == schema
 
 
 @pytest.mark.parametrize(
@@ -175,26 +177,30 @@ async def test_a_text_that_asks_for_nothing_is_taken(
     ids=str,
 )
 async def test_what_is_not_supported_is_refused(
-    client: httpx2.AsyncClient, door: FakeNode, change: dict[str, Any], param: str
+    client: httpx2.AsyncClient, api_server: FakeNode, change: dict[str, Any], param: str
 ) -> None:
     said = await client.post(PATH, json=BODY | change)
 
     assert (said.status_code, said.json()["error"]["param"]) == (400, param)
-    assert door.requests == []
+    assert api_server.requests == []
 
 
-async def test_tools_are_offered_or_required(client: httpx2.AsyncClient, door: FakeNode) -> None:
+async def test_tools_are_offered_or_required(
+    client: httpx2.AsyncClient, api_server: FakeNode
+) -> None:
     choice = {"type": "function", "name": "f"}
 
     said = await client.post(PATH, json=BODY | {"tools": [RESPONSES_TOOL], "tool_choice": choice})
 
     assert (said.json()["tools"], said.json()["tool_choice"]) == ([RESPONSES_TOOL], choice)
     functions = '[{"name":"f","parameters":{}}]'
-    assert door.requests[0].tools == Tools(functions, is_required=True, parallel=False)
+    assert api_server.requests[0].tools == Tools(functions, is_required=True, parallel=False)
 
 
-async def test_calls_and_reasoning_are_items(client: httpx2.AsyncClient, door: FakeNode) -> None:
-    door.said = ONE_CALL
+async def test_calls_and_reasoning_are_items(
+    client: httpx2.AsyncClient, api_server: FakeNode
+) -> None:
+    api_server.said = ONE_CALL
 
     said = (await client.post(PATH, json=BODY | {"tools": [RESPONSES_TOOL]})).json()
 
@@ -206,8 +212,8 @@ async def test_calls_and_reasoning_are_items(client: httpx2.AsyncClient, door: F
     assert said["usage"]["output_tokens_details"] == {"reasoning_tokens": 2}
 
 
-async def test_calls_and_reasoning_stream(client: httpx2.AsyncClient, door: FakeNode) -> None:
-    door.said = ONE_CALL
+async def test_calls_and_reasoning_stream(client: httpx2.AsyncClient, api_server: FakeNode) -> None:
+    api_server.said = ONE_CALL
 
     events = events_of(
         await client.post(PATH, json=BODY | {"stream": True, "tools": [RESPONSES_TOOL]})
@@ -228,9 +234,9 @@ async def test_calls_and_reasoning_stream(client: httpx2.AsyncClient, door: Fake
 
 
 async def test_a_call_is_answered_in_the_next_response(
-    client: httpx2.AsyncClient, door: FakeNode
+    client: httpx2.AsyncClient, api_server: FakeNode
 ) -> None:
-    door.said = ONE_CALL
+    api_server.said = ONE_CALL
     first = (await client.post(PATH, json=BODY | {"tools": [RESPONSES_TOOL]})).json()
     name = first["output"][2]["call_id"]
 
@@ -242,7 +248,7 @@ async def test_a_call_is_answered_in_the_next_response(
     references = [{"type": "item_reference", "id": each["id"]} for each in first["output"]]
     await client.post(PATH, json=BODY | {"input": [HI, *references, result]})
 
-    for asked in door.requests[1:]:
+    for asked in api_server.requests[1:]:
         call = ToolCall("f", '{"x": 1}', name)
         assert asked.turns == (
             HI,
@@ -251,7 +257,9 @@ async def test_a_call_is_answered_in_the_next_response(
         )
 
 
-async def test_parallel_calls_are_one_turn(client: httpx2.AsyncClient, door: FakeNode) -> None:
+async def test_parallel_calls_are_one_turn(
+    client: httpx2.AsyncClient, api_server: FakeNode
+) -> None:
     calls = [
         {"type": "function_call", "call_id": name, "name": "f", "arguments": "{}"} for name in "ab"
     ]
@@ -259,7 +267,7 @@ async def test_parallel_calls_are_one_turn(client: httpx2.AsyncClient, door: Fak
     await client.post(PATH, json=BODY | {"input": [HI, *calls, hello, hello, *calls]})
 
     both = tuple(ToolCall("f", "{}", name) for name in "ab")
-    assert door.requests[0].turns == (
+    assert api_server.requests[0].turns == (
         HI,
         {"role": "assistant", "content": "", "tool_calls": both},
         HELLO,
@@ -283,7 +291,9 @@ async def test_an_item_is_referred_to_once(client: httpx2.AsyncClient) -> None:
     assert (said.status_code, said.json()["error"]["param"]) == (400, "input[1].id")
 
 
-async def test_a_request_of_codex_is_answered(client: httpx2.AsyncClient, door: FakeNode) -> None:
+async def test_a_request_of_codex_is_answered(
+    client: httpx2.AsyncClient, api_server: FakeNode
+) -> None:
     tool = {
         "type": "function", "name": "shell", "description": "Runs a command", "strict": False,
         "parameters": {"type": "object", "properties": {"command": {"type": "string"}}},
@@ -313,18 +323,18 @@ async def test_a_request_of_codex_is_answered(client: httpx2.AsyncClient, door: 
 
     assert said.status_code == 200, said.text
     assert "response.completed" in said.text
-    assert door.requests[0].effort == "medium"
+    assert api_server.requests[0].effort == "medium"
 
 
-async def test_reasoning_is_asked_for(client: httpx2.AsyncClient, door: FakeNode) -> None:
+async def test_reasoning_is_asked_for(client: httpx2.AsyncClient, api_server: FakeNode) -> None:
     said = await client.post(PATH, json=BODY | {"reasoning": {"effort": "low"}})
 
     assert said.json()["reasoning"]["effort"] == "low"
-    assert (door.requests[0].thinks, door.requests[0].effort) == (True, "low")
+    assert (api_server.requests[0].thinks, api_server.requests[0].effort) == (True, "low")
 
 
 async def test_unusual_deltas_of_calls_make_the_calls_of_the_answer(
-    client: httpx2.AsyncClient, door: FakeNode
+    client: httpx2.AsyncClient, api_server: FakeNode
 ) -> None:
     deltas = (
         ToolCallDelta(3, "g", "no"), ToolCallDelta(0, "", '{"x":'), ToolCallDelta(0, "", "1}"),
@@ -332,7 +342,7 @@ async def test_unusual_deltas_of_calls_make_the_calls_of_the_answer(
     )  # fmt: skip
     calls = ToolCall("", '{"x":1}no'), ToolCall("", "{}")
     end = replace(answer_of("", 5), calls=calls)
-    door.said = *(Piece("", calls=(each,)) for each in deltas), end
+    api_server.said = *(Piece("", calls=(each,)) for each in deltas), end
 
     body = BODY | {"stream": True, "tools": [RESPONSES_TOOL]}
     events = events_of(await client.post(PATH, json=body))
@@ -343,10 +353,10 @@ async def test_unusual_deltas_of_calls_make_the_calls_of_the_answer(
 
 
 async def test_an_item_that_is_cut_is_incomplete_in_the_stream_too(
-    client: httpx2.AsyncClient, door: FakeNode
+    client: httpx2.AsyncClient, api_server: FakeNode
 ) -> None:
     end = replace(answer_of("hel", 1), finish_reason=FinishReason.LENGTH)
-    door.said = Piece("hel"), end
+    api_server.said = Piece("hel"), end
 
     events = dict(events_of(await client.post(PATH, json=BODY | {"stream": True})))
 

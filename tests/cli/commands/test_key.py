@@ -203,7 +203,7 @@ def test_a_running_node_tells_the_mesh(meshllm: Invoke, monkeypatch: pytest.Monk
     result = meshllm("key", "revoke", "laptop")
 
     assert client.posted == [(tag_of(key),)]
-    assert result.stderr == "`laptop` is revoked at all doors of the mesh\n"
+    assert result.stderr == "`laptop` is revoked at all API servers of the mesh\n"
 
 
 @pytest.mark.parametrize("form", [(), ("--json",)])

@@ -122,7 +122,7 @@ async def test_a_trace_is_replayed_on_the_running_node(
 ) -> None:
     node, state = FakeNode(), tmp_path / "state"
     words = ["--replay", str(trace), "--state", str(state)]
-    async with running(node, state / "door.sock"):
+    async with running(node, state / "api.sock"):
         unserved = await asyncio.to_thread(meshllm, "bench", *words)
         words += ["--model", "builtin"]
         result = await asyncio.to_thread(meshllm, "bench", *words, "--json", "-")
@@ -154,7 +154,7 @@ async def test_each_request_is_sent_to_the_model_that_it_names(
 
     monkeypatch.setattr(FakeNode, "models", served)
     words = ["bench", "--replay", str(path), "--state", str(state)]
-    async with running(node, state / "door.sock"):
+    async with running(node, state / "api.sock"):
         told = await asyncio.to_thread(meshllm, *words)
         by_name = [(each.sampling.seed, each.model) for each in node.requests]
         node.requests.clear()
@@ -182,7 +182,7 @@ async def test_each_request_names_its_model_to_another_api(
     monkeypatch.setattr(httpx2, "AsyncClient", lambda **terms: plain(transport=transport, **terms))
     path = tmp_path / "trace.jsonl"
     path.write_bytes(b"".join(replace(LINE, model=name).to_json() for name in ("two", "one")))
-    options = replay.ReplayOptions(path, 1.0, model, url="http://door/v1")
+    options = replay.ReplayOptions(path, 1.0, model, url="http://node/v1")
 
     await replay._measure(options, Settings(), lambda _: None)
 

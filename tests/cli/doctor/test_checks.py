@@ -187,9 +187,9 @@ def test_clock_skew_is_reported_with_a_hint(
 
 
 def test_no_running_node_is_a_warning(home: Path) -> None:
-    never = checks.check_no_node(home / "door.sock", LinkLost("No node is running"))
-    (home / "door.sock").touch()
-    killed = checks.check_no_node(home / "door.sock", LinkLost("No node is running"))
+    never = checks.check_no_node(home / "api.sock", LinkLost("No node is running"))
+    (home / "api.sock").touch()
+    killed = checks.check_no_node(home / "api.sock", LinkLost("No node is running"))
 
     assert (never.verdict, never.advice) == (
         "warn",
@@ -199,13 +199,13 @@ def test_no_running_node_is_a_warning(home: Path) -> None:
 
 
 def test_an_invalid_response_of_the_node_fails(home: Path) -> None:
-    found = checks.check_no_node(home / "door.sock", PeerFault("No JSON", hint="update it"))
+    found = checks.check_no_node(home / "api.sock", PeerFault("No JSON", hint="update it"))
 
     assert found == Finding("fail", "node", "No JSON", "update it")
 
 
 def test_a_socket_open_to_other_users_fails(home: Path) -> None:
-    path = home / "door.sock"
+    path = home / "api.sock"
     path.touch(0o600)
 
     assert checks.check_node(path, status_of(2)).verdict == "ok"

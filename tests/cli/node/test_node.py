@@ -695,7 +695,7 @@ def test_a_node_that_leaves_reports_no_losses(
 
 
 @pytest.mark.socket
-def test_a_provider_opens_no_door_of_the_settings(
+def test_a_provider_opens_no_api_server_of_the_settings(
     meshllm: Invoke, node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MESHLLM_SERVE", "127.0.0.1:0")
@@ -760,7 +760,7 @@ def test_a_log_record_erases_the_progress_line(monkeypatch: pytest.MonkeyPatch) 
     assert screen.getvalue().endswith(" news\n")
 
 
-def test_a_setting_of_the_door_needs_one(meshllm: Invoke, tmp_path: Path) -> None:
+def test_a_setting_of_the_api_server_needs_one(meshllm: Invoke, tmp_path: Path) -> None:
     result = meshllm("node", "--trace", str(tmp_path / "trace"))
 
     assert result.exit_code == 2

@@ -46,7 +46,7 @@ async def command(*words: str) -> AsyncIterator[tuple[asyncio.subprocess.Process
 
 async def test_the_running_node_is_served(tmp_path: Path) -> None:
     node, state = FakeNode(), tmp_path / "state"
-    async with running(node, state / "door.sock"), command("--state", str(state)) as (it, lines):
+    async with running(node, state / "api.sock"), command("--state", str(state)) as (it, lines):
         url, variables, curl = lines
         async with httpx2.AsyncClient(timeout=None) as client:
             words = curl.partition(" -d ")[2].strip("'")
@@ -65,7 +65,7 @@ async def test_the_running_node_is_served(tmp_path: Path) -> None:
 
 async def test_requests_in_progress_are_finished_after_a_signal(tmp_path: Path) -> None:
     node, state = FakeNode(waits_at=2), tmp_path / "state"
-    async with running(node, state / "door.sock"), command("--state", str(state)) as (it, lines):
+    async with running(node, state / "api.sock"), command("--state", str(state)) as (it, lines):
         async with httpx2.AsyncClient(timeout=None, base_url=lines[0] + "/") as client:
             body = {"model": "builtin", "prompt": "hi"}
             asking = asyncio.ensure_future(client.post("completions", json=body))
@@ -90,7 +90,7 @@ async def test_the_setting_is_where_the_running_node_listens(
     monkeypatch.setenv("MESHLLM_SERVE", "192.0.2.7:8080")
     state = tmp_path / "state"
     async with (
-        running(FakeNode(), state / "door.sock"),
+        running(FakeNode(), state / "api.sock"),
         command("--state", str(state)) as (_, told),
     ):
         url = told[0]
@@ -101,7 +101,7 @@ async def test_the_setting_is_where_the_running_node_listens(
 async def test_its_requests_are_recorded_on_request(tmp_path: Path) -> None:
     state, trace = tmp_path / "state", tmp_path / "trace.jsonl"
     words = ("--state", str(state), "--trace", str(trace))
-    async with running(FakeNode(), state / "door.sock"), command(*words) as (it, lines):
+    async with running(FakeNode(), state / "api.sock"), command(*words) as (it, lines):
         async with httpx2.AsyncClient(timeout=None) as client:
             body = {"model": "builtin", "prompt": "a secret"}
             await client.post(f"{lines[0]}/completions", json=body)
@@ -112,9 +112,9 @@ async def test_its_requests_are_recorded_on_request(tmp_path: Path) -> None:
     assert "secret" not in trace.read_text("utf-8")
 
 
-async def test_the_door_outlives_its_node(tmp_path: Path) -> None:
+async def test_the_api_server_outlives_its_node(tmp_path: Path) -> None:
     state = tmp_path / "state"
-    socket = state / "door.sock"
+    socket = state / "api.sock"
     async with running(FakeNode(), socket):
         opening = command("--state", str(state))
         _, lines = await opening.__aenter__()
@@ -133,7 +133,7 @@ async def test_a_key_is_shown_where_it_is_needed(tmp_path: Path) -> None:
     with Accounts.open(state) as accounts:
         accounts.create("laptop", KeyLimits(), 0)
     async with (
-        running(FakeNode(), state / "door.sock"),
+        running(FakeNode(), state / "api.sock"),
         command("--state", str(state), "--require-key") as (_, lines),
     ):
         pass
@@ -144,7 +144,7 @@ async def test_a_key_is_shown_where_it_is_needed(tmp_path: Path) -> None:
 
 async def test_a_setting_of_the_node_has_no_effect(tmp_path: Path) -> None:
     state = tmp_path / "state"
-    async with running(FakeNode(), state / "door.sock"):
+    async with running(FakeNode(), state / "api.sock"):
         program = (sys.executable, "-m", "meshllm", "serve", "--state", str(state))
         done = await asyncio.create_subprocess_exec(
             *program, "--prefix-cache", "1GiB", stderr=subprocess.PIPE
@@ -173,7 +173,7 @@ def test_a_setting_of_a_node_has_no_effect_on_a_client(
 
 async def test_a_ticket_of_a_client_is_used_beside_the_running_node(tmp_path: Path) -> None:
     node, state = FakeNode(), tmp_path / "state"
-    async with running(node, state / "door.sock"):
+    async with running(node, state / "api.sock"):
         program = (sys.executable, "-m", "meshllm", "serve", "--state", str(state))
         words = ("--port", "0", "--join", ticket(Role.CLIENT))
         done = await asyncio.create_subprocess_exec(*program, *words, stderr=subprocess.PIPE)
@@ -184,7 +184,7 @@ async def test_a_ticket_of_a_client_is_used_beside_the_running_node(tmp_path: Pa
 
 async def test_a_ticket_in_the_environment_is_used_beside_the_running_node(tmp_path: Path) -> None:
     node, state = FakeNode(), tmp_path / "state"
-    async with running(node, state / "door.sock"):
+    async with running(node, state / "api.sock"):
         program = (sys.executable, "-m", "meshllm", "serve", "--state", str(state), "--port", "0")
         variables = {**os.environ, "MESHLLM_JOIN": ticket(Role.CLIENT)}
         done = await asyncio.create_subprocess_exec(*program, stderr=subprocess.PIPE, env=variables)
@@ -230,7 +230,7 @@ def test_an_invalid_setting_is_refused(meshllm: Invoke, monkeypatch: pytest.Monk
     assert (result.exit_code, "Invalid address `8080`" in result.stderr) == (2, True)
 
 
-def test_an_invalid_ticket_is_refused_before_the_door_opens(meshllm: Invoke) -> None:
+def test_an_invalid_ticket_is_refused_before_the_api_server_opens(meshllm: Invoke) -> None:
     result = meshllm("serve", "--port", "0", "--join", "meshllm1nonsense")
 
     assert (result.exit_code, result.stdout) == (2, "")
@@ -242,7 +242,7 @@ def ticket(role: Role) -> str:
     return Ticket(NodeId(bytes(32)), ("carrier:pigeon",), role, 0, bytes(16)).encode()
 
 
-async def test_a_failure_ends_the_door() -> None:
+async def test_a_failure_ends_the_api_server() -> None:
     failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     closed = asyncio.Event()
 
@@ -289,7 +289,7 @@ def test_a_node_names_host_and_port(meshllm: Invoke, address: str) -> None:
     assert (result.exit_code, f"Invalid address `{address}`" in result.stderr) == (2, True)
 
 
-def test_the_door_has_settings() -> None:
+def test_the_api_server_has_settings() -> None:
     settings = Settings()
 
     assert (settings.serve, settings.require_key, settings.origins) == (None, False, None)

@@ -38,7 +38,7 @@ def test_status_shows_the_ring(meshllm: Invoke, node: FakeClient) -> None:
 
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout.startswith("ring    serving\n")
-    assert node.path == Path.cwd() / "here" / "door.sock"
+    assert node.path == Path.cwd() / "here" / "api.sock"
 
 
 def test_status_in_a_pipe_has_whole_addresses(

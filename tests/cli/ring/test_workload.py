@@ -77,7 +77,7 @@ def test_json_has_the_placement_the_predictions_and_the_alternatives(
 def test_a_placement_that_other_machines_may_not_find_is_told_as_such(
     meshllm: Invoke, pair: Path, is_installed: bool, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshllm.scheduler.search.MOST_SETS", 0)  # too many for the exact search
+    monkeypatch.setattr("meshllm.scheduler.search.MAX_SETS", 0)  # too many for the exact search
     monkeypatch.setattr("meshllm.scheduler.schedule.is_installed", lambda: is_installed)
     monkeypatch.setattr("meshllm.scheduler.schedule.search_by_solver", search_locally)
 

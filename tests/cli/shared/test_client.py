@@ -33,7 +33,7 @@ def node() -> FakeNode:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return tmp_path / "s" / "door.sock"
+    return tmp_path / "s" / "api.sock"
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ async def _events(client: NodeClient) -> list[Event]:
 
 
 def test_the_socket_is_in_the_state_folder(tmp_path: Path) -> None:
-    assert socket_path(Settings(state=str(tmp_path))) == tmp_path / "door.sock"
+    assert socket_path(Settings(state=str(tmp_path))) == tmp_path / "api.sock"
 
 
 async def test_reports_are_fetched_unchanged(client: NodeClient, node: FakeNode) -> None:

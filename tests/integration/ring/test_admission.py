@@ -21,7 +21,7 @@ from meshllm.node.session.entry import EntryNode
 from meshllm.node.session.wire import sealed
 from meshllm.protocol.kv_cache import admission
 from meshllm.protocol.kv_cache.admission import MAX_OPEN_SESSIONS
-from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget, Room
+from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget, KvCapacity
 from meshllm.protocol.session import entry as protocol_entry
 from meshllm.protocol.session.blob import session_key
 from meshllm.protocol.session.messages import (
@@ -61,7 +61,7 @@ async def ring_with(
             return tokens, 0
 
         return KvBudget(
-            [Room(999 * BLOCK, measure)] * (nodes - 1) + [Room(blocks * BLOCK, measure)]
+            [KvCapacity(999 * BLOCK, measure)] * (nodes - 1) + [KvCapacity(blocks * BLOCK, measure)]
         )
 
     monkeypatch.setattr(ModelRuntime, "budget", budget)

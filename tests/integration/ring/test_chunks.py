@@ -16,7 +16,7 @@ from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
 from meshllm.node.session.generation import GenerationRequest, Token
 from meshllm.protocol.planning.chunking import usual_pace
-from meshllm.protocol.session.pace import Pace
+from meshllm.protocol.session.pace import PrefillPacing
 from meshllm.request import Prefilled, Sampling
 from meshllm.testing.models import tiny_model
 
@@ -145,9 +145,9 @@ async def test_a_prompt_is_prefilled_in_the_default_chunks(
         paces = [ring.entry.pace(prompt, 0) for prompt in (10, 100, 2000)]
         asked: list[tuple[int, int]] = []
 
-        def pace(prompt: int, others: int) -> Pace:
+        def pace(prompt: int, others: int) -> PrefillPacing:
             asked.append((prompt, others))
-            return Pace(chunk=4, window=2)
+            return PrefillPacing(chunk=4, window=2)
 
         monkeypatch.setattr(ring.entry, "pace", pace)
         outputs = [output async for output in ring.entry.generate(order([5] * 10, 2))]

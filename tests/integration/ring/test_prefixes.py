@@ -88,10 +88,10 @@ async def test_a_chat_turn_prefills_only_its_new_tokens(
 
 async def test_who_asks_the_same_is_not_told_that_others_did(llama: Path) -> None:
     client = NodeId(bytes(32))
-    askers = [OWN, (None, "key"), (client, ""), (client, "key")]
+    requesters = [OWN, (None, "key"), (client, ""), (client, "key")]
     async with ring_of(llama) as ring:
-        first = [(await ask(ring, PROMPT, scope=scope))[1] for scope in askers]
-        again = [(await ask(ring, PROMPT, scope=scope))[1] for scope in askers]
+        first = [(await ask(ring, PROMPT, scope=scope))[1] for scope in requesters]
+        again = [(await ask(ring, PROMPT, scope=scope))[1] for scope in requesters]
 
     assert (first, again) == ([0] * 4, [len(PROMPT) - 1] * 4)
 

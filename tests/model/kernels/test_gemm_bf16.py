@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshllm.model.kernels.gemm_bf16 import GEMV_LANES, MOST_ROWS, PART, Bf16Matrix
+from meshllm.model.kernels.gemm_bf16 import GEMV_LANES, MAX_ROWS, PART, Bf16Matrix
 from meshllm.model.kernels.ir import LANES
 from meshllm.model.modules.kernel_choice import has_bf16_dot
 from meshllm.model.modules.probe import probe_matrix
@@ -121,7 +121,7 @@ def test_many_rows_are_summed_in_blocks(outputs: int, inputs: int) -> None:
 def test_a_row_has_the_same_bits_in_any_batch() -> None:
     x, weight, bias = drawn(192, 1088)
     x = torch.cat([x, x.flip(0) * 3, x.roll(1, 0)[:, :1088], x[:9]])
-    assert len(x) > MOST_ROWS
+    assert len(x) > MAX_ROWS
     torch.set_num_threads(1)
     ways: list[Callable[..., Tensor]] = [multiply_few, multiply_many]
     ways += [multiply_pairs] * has_bf16_dot()
@@ -131,7 +131,7 @@ def test_a_row_has_the_same_bits_in_any_batch() -> None:
     for threads in (1, 2):
         torch.set_num_threads(threads)
         for way, expected in zip(ways, alone, strict=True):
-            for rows in (1, 2, 3, 5, 6, 7, 8, 9, 12, 13, 17, 64, MOST_ROWS, len(x)):
+            for rows in (1, 2, 3, 5, 6, 7, 8, 9, 12, 13, 17, 64, MAX_ROWS, len(x)):
                 assert torch.equal(way(x[:rows], weight, bias), expected[:rows])
                 assert torch.equal(way(x[-rows:], weight, bias), expected[-rows:])
 

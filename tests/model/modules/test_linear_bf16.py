@@ -13,7 +13,7 @@ from meshllm.model.modules.kernel_choice import FEWEST, LinearKernel, has_bf16_d
 from meshllm.model.modules.linear_bf16 import (
     DOT_ROWS,
     DOT_TILE,
-    MOST_ROWS,
+    MAX_ROWS,
     CompiledLinear,
     choose_kernel,
     has_native,
@@ -56,11 +56,11 @@ def test_rows_of_a_step_are_row_invariant_and_close_to_torch(
 ) -> None:
     plain = linear(outputs, inputs, bias=bias)
     module, x = made(plain), torch.randn(1, 40, inputs).bfloat16()
-    alone = torch.cat([module(x[:, at : at + 1]) for at in range(MOST_ROWS)], 1)
+    alone = torch.cat([module(x[:, at : at + 1]) for at in range(MAX_ROWS)], 1)
 
-    for rows in (2, 7, MOST_ROWS):
+    for rows in (2, 7, MAX_ROWS):
         assert torch.equal(module(x[:, :rows]), alone[:, :rows])
-    for rows in (1, MOST_ROWS, 40):
+    for rows in (1, MAX_ROWS, 40):
         torch.testing.assert_close(module(x[:, :rows]), plain(x[:, :rows]), rtol=0.02, atol=0.02)
 
 
@@ -74,7 +74,7 @@ def test_a_prompt_has_the_bits_of_its_rows_with_the_instruction_for_pairs(
     whole = module(x)
 
     if kernel is LinearKernel.DOT:
-        for chunk in (1, MOST_ROWS, DOT_ROWS, DOT_TILE + 1):
+        for chunk in (1, MAX_ROWS, DOT_ROWS, DOT_TILE + 1):
             parts = [module(each) for each in torch.split(x, chunk, 1)]
             assert torch.equal(torch.cat(parts, 1), whole)
     torch.testing.assert_close(whole, module.plain(x), rtol=0.02, atol=0.02)
@@ -127,13 +127,13 @@ def test_many_rows_with_an_incomplete_output_block_are_left_to_torch(
 
 
 def test_unsupported_modules_are_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Own(nn.Linear):
+    class LocalIdentity(nn.Linear):
         pass
 
     hooked = linear()
     hooked.register_forward_hook(lambda *_: None)
     others = [
-        nn.Linear(64, 64), Own(64, 64, dtype=torch.bfloat16), linear(64, 96), hooked,
+        nn.Linear(64, 64), LocalIdentity(64, 64, dtype=torch.bfloat16), linear(64, 96), hooked,
         nn.Linear(64, 64, device="meta", dtype=torch.bfloat16),
     ]  # fmt: skip
 

@@ -32,7 +32,7 @@ def _forget() -> Iterator[None]:
     module._min_rows.cache_clear()
 
 
-class Own(nn.Linear):
+class LocalIdentity(nn.Linear):
     pass
 
 
@@ -164,7 +164,7 @@ def test_a_module_whose_hook_prevents_its_compiled_form_is_reported(
 
 
 def test_a_subclass_of_linear_has_no_minimum() -> None:
-    model = model_of(96, 40, torch.bfloat16, Own)
+    model = model_of(96, 40, torch.bfloat16, LocalIdentity)
 
     assert find_min_rows(model, torch.bfloat16, COUNTS) is None
 

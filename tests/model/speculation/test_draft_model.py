@@ -17,7 +17,7 @@ from meshllm.model.files.source import Source, open_folder
 from meshllm.model.speculation import draft_model
 from meshllm.model.speculation.draft_model import (
     CHUNK,
-    LEAST_CACHED,
+    MIN_CACHED,
     STRIDE,
     Draft,
     ModelDrafter,
@@ -245,7 +245,7 @@ def test_its_caches_take_as_much_as_the_weights_at_most(draft: Draft) -> None:
     most, some = large.bytes - large.weight_bytes, draft.bytes - draft.weight_bytes
 
     assert 0 <= large.weight_bytes - most < large.token_bytes
-    assert some == LEAST_CACHED * draft.token_bytes
+    assert some == MIN_CACHED * draft.token_bytes
 
 
 def test_a_text_without_room_goes_on_without_drafts(

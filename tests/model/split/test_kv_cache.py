@@ -9,7 +9,7 @@ from transformers import DynamicCache, LlamaConfig, MambaConfig, MistralConfig, 
 from transformers.cache_utils import DummyLayer, DynamicIndexedLayer
 
 from meshllm.errors import ModelError
-from meshllm.model.shape import BLOCK, MOST_ROWS, SLACK, rows_for
+from meshllm.model.shape import BLOCK, MAX_ROWS, SLACK, rows_for
 from meshllm.model.split.kv_cache import GrowingLayer, Rows, SpanCache, WindowLayer, max_crop_of
 from meshllm.names import Span
 
@@ -346,7 +346,7 @@ def test_spare_capacity_is_an_eighth_at_most(count: int, more: int) -> None:
 
 
 def test_the_capacity_of_a_window_is_bounded() -> None:
-    assert rows_for(1 << 20, WINDOW) == rows_for(MOST_ROWS + WINDOW + SLACK, WINDOW)
+    assert rows_for(1 << 20, WINDOW) == rows_for(MAX_ROWS + WINDOW + SLACK, WINDOW)
 
 
 def test_a_recurrent_state_cannot_be_cropped_but_can_be_reset() -> None:

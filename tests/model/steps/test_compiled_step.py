@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not jit.jit_available(), reason="no memory becom
 def test_least_recently_used_plans_are_evicted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("meshllm.model.steps.compiled_step.MOST_PLANS", 2)
+    monkeypatch.setattr("meshllm.model.steps.compiled_step.MAX_PLANS", 2)
     runner = runner_of(tmp_path)
     caches = [filled(runner, 4 + at) for at in range(3)]
 

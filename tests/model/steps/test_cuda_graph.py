@@ -15,7 +15,7 @@ from transformers import AttentionInterface
 
 from meshllm.model.device import choose
 from meshllm.model.files.source import Source, open_folder
-from meshllm.model.modules.linear_bf16 import MOST_ROWS
+from meshllm.model.modules.linear_bf16 import MAX_ROWS
 from meshllm.model.split.kv_cache import GrowingLayer, SpanCache
 from meshllm.model.steps import cuda_graph as module
 from meshllm.model.steps.attention_switch import AttentionSwitch
@@ -138,7 +138,7 @@ def stock(runner: Runner, x: Tensor, cache: SpanCache) -> Tensor:
 def try_all(runner: Runner) -> None:
     """Compare single rows, rows in one pass, batched sessions, and the stock forward."""
     assert runner.is_row_invariant
-    x = tokens(MOST_ROWS + 4, 1)
+    x = tokens(MAX_ROWS + 4, 1)
     alone, together = after(runner, 30), after(runner, 30)
 
     one_by_one = torch.cat([runner.step(row, alone) for row in torch.split(x, 1, 1)], 1)
@@ -204,7 +204,7 @@ def test_caches_grow_and_are_cropped(tmp_path: Path, family: str) -> None:
     runner = whole(tiny_model(tmp_path, family))
     cache, x = after(runner, 20), tokens(900, 2)
 
-    for rows in torch.split(x[:, :800], MOST_ROWS, 1):  # more than the first allocations
+    for rows in torch.split(x[:, :800], MAX_ROWS, 1):  # more than the first allocations
         runner.step(rows, cache)
     runner.step(tokens(5, 3), cache)
     cache.crop(820)
@@ -381,12 +381,12 @@ def states(x: Tensor) -> tuple[Tensor, Tensor]:
 def test_a_forward_that_a_graph_cannot_replay_is_refused(
     shared: Runner, forward: Faulty, reason: str
 ) -> None:
-    graph = Graph(shared.shard, MOST_ROWS)
+    graph = Graph(shared.shard, MAX_ROWS)
 
     with pytest.raises(NotReplayable, match=reason):
         graph.record(
             lambda x, cache, places: forward(x, cache, places, graph),
-            tokens(MOST_ROWS),
+            tokens(MAX_ROWS),
             lambda: after(shared, 9),
         )
 
@@ -404,7 +404,7 @@ def test_all_of_a_step_is_on_the_gpu(
     )
     switch, stock = AttentionSwitch(shard), StockSteps(shard)
     with pretended(monkeypatch) as traffic, torch.inference_mode():
-        graph = Graph(shard, MOST_ROWS)
+        graph = Graph(shard, MAX_ROWS)
         traffic.taken()
         with module._Watch(GPU), switch.using(graph.attend):
             graph._run(stock.forward, 0)
@@ -414,14 +414,14 @@ def test_all_of_a_step_is_on_the_gpu(
 
 @pytest.mark.usefixtures("pretending")
 def test_an_unexpected_cache_layout_is_refused(shared: Runner) -> None:
-    graph, other = Graph(shared.shard, MOST_ROWS), after(shared, 9)
+    graph, other = Graph(shared.shard, MAX_ROWS), after(shared, 9)
     for layer in other.layers:
         layer.rows[1].hold(layer.rows[1].buffer.half())
 
     with pytest.raises(NotReplayable, match="unexpected shape or dtype"):
         graph.record(
             lambda x, cache, places: attends(x, cache, places, graph),
-            tokens(MOST_ROWS),
+            tokens(MAX_ROWS),
             lambda: other,
         )
 

@@ -13,7 +13,7 @@ from meshllm.model.capacity import shape_of
 from meshllm.model.files.source import Source
 from meshllm.model.split.shard import Shard
 from meshllm.model.steps import lm_head as head
-from meshllm.model.steps.lm_head import BLOCK, LEAST, LEAST_OUTPUTS, find_parts, parts_of
+from meshllm.model.steps.lm_head import BLOCK, LEAST, MIN_OUTPUTS, find_parts, parts_of
 from meshllm.model.steps.runner import Runner
 from meshllm.names import Quant
 from meshllm.protocol.drafting.window import STEPS
@@ -38,9 +38,9 @@ def shape_dtype(source: Source) -> torch.dtype:
         (128_256, 2048, (range(64_128), range(64_128, 128_256))),
         (32_064, 3072, (range(16_000), range(16_000, 32_064))),
         (50_257, 1600, None),
-        (LEAST_OUTPUTS, LEAST // LEAST_OUTPUTS, (range(4096), range(4096, LEAST_OUTPUTS))),
-        (LEAST_OUTPUTS, LEAST // LEAST_OUTPUTS - 1, None),
-        (LEAST_OUTPUTS - BLOCK, LEAST, None),
+        (MIN_OUTPUTS, LEAST // MIN_OUTPUTS, (range(4096), range(4096, MIN_OUTPUTS))),
+        (MIN_OUTPUTS, LEAST // MIN_OUTPUTS - 1, None),
+        (MIN_OUTPUTS - BLOCK, LEAST, None),
     ],
 )
 def test_a_large_head_is_split_into_whole_blocks(
@@ -72,7 +72,7 @@ def test_parts_have_the_logits_of_the_whole(
     family: str, dtype: torch.dtype, quant: Quant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(head, "LEAST", 1)
-    monkeypatch.setattr(head, "LEAST_OUTPUTS", 1)
+    monkeypatch.setattr(head, "MIN_OUTPUTS", 1)
     source = tiny_model(tmp_path / "model", family, dtype=dtype)
     assert find_parts(source, shape_of(source)) == PARTS
 
@@ -89,7 +89,7 @@ def test_parts_have_the_logits_of_the_whole(
 
 def test_a_head_cast_on_load_is_not_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head, "LEAST", 1)
-    monkeypatch.setattr(head, "LEAST_OUTPUTS", 1)
+    monkeypatch.setattr(head, "MIN_OUTPUTS", 1)
     source = tiny_model(tmp_path)
 
     assert find_parts(source, shape_of(source, torch.bfloat16)) is None
@@ -99,7 +99,7 @@ def test_a_head_with_dependent_logits_is_not_split(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(head, "LEAST", 1)
-    monkeypatch.setattr(head, "LEAST_OUTPUTS", 1)
+    monkeypatch.setattr(head, "MIN_OUTPUTS", 1)
     source, stock = tiny_model(tmp_path), Shard.forward
     monkeypatch.setattr(
         Shard, "forward", lambda *args, **options: stock(*args, **options).softmax(-1)
@@ -113,7 +113,7 @@ def test_the_logits_of_parts_are_compared_once_per_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(head, "LEAST", 1)
-    monkeypatch.setattr(head, "LEAST_OUTPUTS", 1)
+    monkeypatch.setattr(head, "MIN_OUTPUTS", 1)
     source, results = tiny_model(tmp_path / "model"), iter((False, True))
     monkeypatch.setattr(head, "_is_splittable", lambda *_: next(results))
     find = partial(find_parts, source, shape_of(source), tmp_path / "cache")
@@ -129,7 +129,7 @@ def test_a_custom_head_is_not_split(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(head, "LEAST", 1)
-    monkeypatch.setattr(head, "LEAST_OUTPUTS", 1)
+    monkeypatch.setattr(head, "MIN_OUTPUTS", 1)
     source = tiny_model(tmp_path)
 
     class Other(torch.nn.Linear):

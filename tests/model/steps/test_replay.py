@@ -16,7 +16,7 @@ from meshllm.model.kernels import jit
 from meshllm.model.split.kv_cache import SpanCache
 from meshllm.model.steps import replay
 from meshllm.model.steps.execution import Strategy
-from meshllm.model.steps.replay import CHECKS, MOST_TRIES, STEPS_BEFORE_REPLAY, Replay, _State
+from meshllm.model.steps.replay import CHECKS, MAX_TRIES, STEPS_BEFORE_REPLAY, Replay, _State
 from meshllm.model.steps.runner import Runner
 from meshllm.names import Quant, Span
 from tests.builders.replayed import check_replay, filled, forget, ids, runner_of, steps_of, tape_of
@@ -324,7 +324,7 @@ def test_rows_with_nan_prove_nothing(tmp_path: Path) -> None:
     state = steps_of(runner).replay._states[2, torch.get_num_threads()]
     assert not state.unfit
     assert state.checks == 0
-    for _ in range(MOST_TRIES):
+    for _ in range(MAX_TRIES):
         assert runner.step(bad, cache).isnan().all()
     assert (bool(state.unfit), state.compiled) == (True, None)  # each try costs time
 

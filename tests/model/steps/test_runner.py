@@ -16,7 +16,7 @@ from meshllm.model.files.source import resolve
 from meshllm.model.locate import BUILTIN
 from meshllm.model.modules import linear_padded
 from meshllm.model.modules.kernel_choice import has_bf16_dot
-from meshllm.model.modules.linear_bf16 import MOST_ROWS
+from meshllm.model.modules.linear_bf16 import MAX_ROWS
 from meshllm.model.modules.quant_matrix import multiplies_matrices
 from meshllm.model.modules.replacement import most_invariant_rows
 from meshllm.model.split.shard import Shard
@@ -54,9 +54,9 @@ WIDTHS = "llama", "gpt2", "phi3"
 """Families whose matrices differ in their widths or names."""
 OTHERS = tuple(family for family in INVARIANT if family not in WIDTHS)
 
-AGAIN = [RECOMPUTED_ROWS, 2 * MOST_ROWS + 4, 1]
+AGAIN = [RECOMPUTED_ROWS, 2 * MAX_ROWS + 4, 1]
 """Rows that are computed again together: in one pass where the kernels allow, else in several."""
-SHORT = {"gpt2": [2 * MOST_ROWS + 4, MOST_ROWS, 1]}
+SHORT = {"gpt2": [2 * MAX_ROWS + 4, MAX_ROWS, 1]}
 """The same, of families with few positions."""
 
 
@@ -102,7 +102,7 @@ def test_caches_can_be_filled_without_the_output(
     tmp_path: Path, family: str, counts: tuple[int, ...], *, is_step: bool
 ) -> None:
     runner = runner_of(tmp_path, family, torch.bfloat16, counts)
-    tokens, behind = ids(2 * MOST_ROWS + 4, seed=1), ids(5, seed=2)
+    tokens, behind = ids(2 * MAX_ROWS + 4, seed=1), ids(5, seed=2)
     whole, again = filled(runner, 3), filled(runner, 3)
     runner.recompute(tokens, whole) if is_step else runner.prefill(tokens, whole)
 
@@ -180,7 +180,7 @@ def test_rows_of_a_real_model_that_are_computed_again_equal_steps(quant: Quant) 
 def test_matrices_without_a_kernel_of_ours_limit_the_rows_of_a_pass(tmp_path: Path) -> None:
     runner = runner_of(tmp_path, "gpt2", torch.bfloat16)
 
-    assert most_invariant_rows(runner.shard.model) == MOST_ROWS
+    assert most_invariant_rows(runner.shard.model) == MAX_ROWS
 
 
 def test_an_internal_error_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from meshllm.model.files.source import Source
 from meshllm.model.kernels import attention, jit
 from meshllm.model.modules import linear_bf16, rms_norm
 from meshllm.model.modules.kernel_choice import LinearKernel
-from meshllm.model.modules.linear_bf16 import MOST_ROWS, use_own_gemm
+from meshllm.model.modules.linear_bf16 import MAX_ROWS, use_own_gemm
 from meshllm.model.modules.linear_padded import PaddedLinear, find_min_rows
 from meshllm.model.pauses import pause, pausing
 from meshllm.model.split.kv_cache import SpanCache
@@ -68,7 +68,7 @@ def test_many_rows_are_tried_after_load_unless_they_were(
     next_steps = again.steps.inner if isinstance(again.steps, ReplayedSteps) else again.steps
 
     assert isinstance(runner.steps, ReplayedSteps) is is_replayed
-    assert before == (frozenset((1, 2)), MOST_ROWS, [TRIED])
+    assert before == (frozenset((1, 2)), MAX_ROWS, [TRIED])
     assert len(warmed_up[0]) > len(warmed_up[1]) == 0
     assert (steps.counts, steps.most_recomputed) == (frozenset((1, 2)), RECOMPUTED_ROWS)
     assert tried == [TRIED, RECOMPUTED_ROWS]
@@ -94,10 +94,10 @@ def test_many_rows_are_computed_again_in_one_pass_only_if_that_was_tried(
     monkeypatch.setattr(InvariantSteps, "run", noted)
     runner.recompute(ids(RECOMPUTED_ROWS + 1), cache)
 
-    assert passes == ([MOST_ROWS] * 7 if reason else [RECOMPUTED_ROWS])  # one row is a step
+    assert passes == ([MAX_ROWS] * 7 if reason else [RECOMPUTED_ROWS])  # one row is a step
     assert runner.is_row_invariant
     assert warnings_of(caplog) == (
-        [f"{MOST_ROWS} rows at a time are computed again, not more: {reason}"] if reason else []
+        [f"{MAX_ROWS} rows at a time are computed again, not more: {reason}"] if reason else []
     )
 
 
@@ -109,7 +109,7 @@ def test_a_model_with_few_positions_is_row_invariant_all_the_same(
     runner = runner_of(tmp_path, "gpt2", torch.bfloat16)
 
     assert runner.is_row_invariant
-    assert runner.recompute(ids(MOST_ROWS + 1), filled(runner, 3)).shape[1] == MOST_ROWS + 1
+    assert runner.recompute(ids(MAX_ROWS + 1), filled(runner, 3)).shape[1] == MAX_ROWS + 1
 
 
 @pytest.mark.parametrize("family", REFUSED)

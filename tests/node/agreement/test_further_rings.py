@@ -10,7 +10,7 @@ import pytest
 from meshllm.errors import ModelError
 from meshllm.names import GroupId, ModelKey
 from meshllm.node.agreement import further_rings
-from meshllm.node.agreement.further_rings import DRAIN_S, MOVE_S, FurtherRing, FurtherRings
+from meshllm.node.agreement.further_rings import DRAIN_S, MOVE_S, SecondaryRing, SecondaryRings
 from meshllm.node.agreement.offer import FIRST_RETRY_S, LAST_RETRY_S
 from meshllm.node.agreement.plan_follower import SETTLE_S
 from meshllm.node.timer import loop_time
@@ -82,7 +82,7 @@ class Node:
         monkeypatch.setattr(further_rings, "replace", lambda profile, **_: profile)
         monkeypatch.setattr(further_rings, "NodeOffer", lambda *_: None)
         monkeypatch.setattr(further_rings, "RingServer", self._server)
-        self.rings = FurtherRings(cast("Any", parts), lambda *why: self.failed.append(why))
+        self.rings = SecondaryRings(cast("Any", parts), lambda *why: self.failed.append(why))
 
     @property
     def running(self) -> dict[GroupId, int | None]:
@@ -302,7 +302,7 @@ def test_a_ring_is_ended_once(run: Run) -> None:
     async def story(node: Node) -> None:
         node.rings.want({ONE: 5})
         await asyncio.sleep(SHORT_S)
-        ring: FurtherRing = node.rings.rings[ONE]
+        ring: SecondaryRing = node.rings.rings[ONE]
         ring.end(0.0)
         ring.end(0.0)
         await asyncio.sleep(SETTLE_S)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from meshllm.names import ModelKey
-from meshllm.node.agreement.load_times import LoadTimes
+from meshllm.node.agreement.load_times import ModelLoadTimes
 from meshllm.testing.clock import run_virtual
 
 BIG, SMALL = ModelKey(b"b" * 16), ModelKey(b"s" * 16)
@@ -17,7 +17,7 @@ def run(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
     run_virtual(story())
 
 
-async def load(times: LoadTimes, *, has_plan: bool = False, span_bytes: int = 1000) -> None:
+async def load(times: ModelLoadTimes, *, has_plan: bool = False, span_bytes: int = 1000) -> None:
     times.ask(BIG, has_plan=has_plan)
     if not has_plan:
         await asyncio.sleep(500)  # no node is free
@@ -34,7 +34,7 @@ async def load(times: LoadTimes, *, has_plan: bool = False, span_bytes: int = 10
 
 def test_a_load_tells_how_long_the_next_one_takes() -> None:
     async def story() -> None:
-        times = LoadTimes()
+        times = ModelLoadTimes()
         await load(times)
         assert not times.awaited
         times.ask(SMALL, has_plan=False)
@@ -53,7 +53,7 @@ def test_a_load_tells_how_long_the_next_one_takes() -> None:
 )
 def test_what_is_not_known_of_a_load_is_not_measured(load_of: dict[str, Any]) -> None:
     async def story() -> None:
-        times = LoadTimes()
+        times = ModelLoadTimes()
         await load(times, **load_of)
         times.ask(SMALL, has_plan=False)
         await asyncio.sleep(30)
@@ -64,7 +64,7 @@ def test_what_is_not_known_of_a_load_is_not_measured(load_of: dict[str, Any]) ->
 
 def test_later_requests_wait_for_the_same_load() -> None:
     async def story() -> None:
-        times = LoadTimes()
+        times = ModelLoadTimes()
         for has_plan in (False, True):
             times.ask(BIG, has_plan=has_plan)
             times.look(BIG, has_plan=True)
@@ -79,7 +79,7 @@ def test_later_requests_wait_for_the_same_load() -> None:
 
 def test_a_model_that_nobody_wants_any_more_is_not_measured() -> None:
     async def story() -> None:
-        times = LoadTimes()
+        times = ModelLoadTimes()
         times.ask(BIG, has_plan=False)
         await asyncio.sleep(500)
         times.forget(BIG)
@@ -91,7 +91,7 @@ def test_a_model_that_nobody_wants_any_more_is_not_measured() -> None:
 
 def test_a_load_that_had_begun_has_taken_as_long_as_the_wait_at_least() -> None:
     async def story() -> None:
-        times = LoadTimes()
+        times = ModelLoadTimes()
         await load(times)
         times.ask(BIG, has_plan=True)
         await asyncio.sleep(30)
@@ -104,7 +104,7 @@ def test_a_load_that_had_begun_has_taken_as_long_as_the_wait_at_least() -> None:
 
 def test_a_ring_that_serves_already_was_not_loaded_now() -> None:
     async def story() -> None:
-        times = LoadTimes()
+        times = ModelLoadTimes()
         await load(times)
         times.ask(BIG, has_plan=False)  # no node is linked yet
         times.look(BIG, has_plan=True)

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from meshllm.names import FIRST_GROUP, NodeId
-from meshllm.node.agreement.load_watch import LOAD_S, MOST_UNLOADS, LoadWatch, is_formed
+from meshllm.node.agreement.load_watch import LOAD_S, MAX_UNLOADS, ModelLoadWatch, is_formed
 from meshllm.protocol.membership.link_table import BEAT
 from meshllm.protocol.membership.records import StateRecord
 from meshllm.protocol.planning.plan import Plan
@@ -30,7 +30,7 @@ class Watched:
             me=ENTRY, states=self.states, alive={ENTRY, STAGE}, profiles={}, charter=charter(),
             woke=-inf,
         ))  # fmt: skip
-        self.watch = LoadWatch(self.machine, self.late.append, call_later)
+        self.watch = ModelLoadWatch(self.machine, self.late.append, call_later)
 
     def follow(self, plan: Plan = PLAN) -> None:
         self.ring.plan = plan
@@ -94,7 +94,7 @@ def test_a_node_that_takes_back_again_and_again_that_it_has_loaded_is_late() -> 
     async def story() -> None:
         case = Watched()
         case.follow()
-        for _ in range(MOST_UNLOADS + 1):
+        for _ in range(MAX_UNLOADS + 1):
             assert case.late == []
             for state in (loaded(), StateRecord()):
                 case.states[STAGE] = state
@@ -166,7 +166,7 @@ def test_nodes_get_time_after_this_one_was_suspended_before_they_are_late(
     async def story() -> None:
         case = Watched()
         wakes_at = 3 * LOAD_S
-        case.watch = LoadWatch(case.machine, case.late.append, Suspended(LOAD_S / 2, wakes_at))
+        case.watch = ModelLoadWatch(case.machine, case.late.append, Suspended(LOAD_S / 2, wakes_at))
         case.ring.missing = STAGE
         case.follow()
         await asyncio.sleep(wakes_at)
@@ -188,7 +188,7 @@ def test_an_overloaded_node_finds_late_ones_too(*, has_loaded: bool) -> None:
 
     async def story() -> None:
         case = Watched()
-        case.watch = LoadWatch(case.machine, case.late.append, late)
+        case.watch = ModelLoadWatch(case.machine, case.late.append, late)
         case.machine.woke = inf  # at each check
         if has_loaded:
             case.states[STAGE], case.ring.missing = loaded(), STAGE

@@ -15,7 +15,7 @@ from meshllm.node.agreement.offer import (
     FIRST_RETRY_S,
     LAST_RESTORE_S,
     LAST_RETRY_S,
-    MOST_SLOW,
+    MAX_SLOW,
     RESTORE_S,
     SMALLER,
     WATCH_S,
@@ -297,11 +297,11 @@ def test_a_slow_machine_says_so_until_it_is_fast_again(case: Case) -> None:
         published = [
             await see(times) for times in (1.9, 3.0, 2.0, 1.6, 1.4, 1.9, 8.0, 1.5, 1.0, 1e9)
         ]
-        assert published == pytest.approx([1, 3, 3, 3, 1, 1, 8, 1.5, 1, MOST_SLOW])
+        assert published == pytest.approx([1, 3, 3, 3, 1, 1, 8, 1.5, 1, MAX_SLOW])
         assert case.told[-1].layer_s[0][0] == rows
-        assert case.told[-1].head_s == pytest.approx(MOST_SLOW * MEASURED.head_s)
+        assert case.told[-1].head_s == pytest.approx(MAX_SLOW * MEASURED.head_s)
         case.offer.set_weights((b"more",))
-        assert await see(None) == pytest.approx(MOST_SLOW)
+        assert await see(None) == pytest.approx(MAX_SLOW)
         assert await see(None, RESTORE_S) == 1.0
         assert await see(3.0) == pytest.approx(3)
         assert await see(None, RESTORE_S) == pytest.approx(3)  # twice as long after a relapse
@@ -324,10 +324,10 @@ def test_a_machine_that_was_measured_while_it_was_busy_says_how_fast_it_is(case:
         assert published == pytest.approx([1, 0.5, 0.5, 0.2, 1, 0.6, 1, 0.6, 1.6])
         near = [await see(times) for times in (1.0, 0.70, 0.72, 0.70, 0.80, 0.90, 0.72)]
         assert near == pytest.approx([1, 0.70, 0.70, 0.70, 0.70, 1, 1])
-        assert await see(0.0) == pytest.approx(1 / MOST_SLOW)
+        assert await see(0.0) == pytest.approx(1 / MAX_SLOW)
         assert case.told[-1].layer_s[0][0] == rows
-        assert case.told[-1].head_s == pytest.approx(MEASURED.head_s / MOST_SLOW)
-        assert await see(None, 2 * RESTORE_S) == pytest.approx(1 / MOST_SLOW)
+        assert case.told[-1].head_s == pytest.approx(MEASURED.head_s / MAX_SLOW)
+        assert await see(None, 2 * RESTORE_S) == pytest.approx(1 / MAX_SLOW)
         refining.cancel()
 
     run_virtual(story())

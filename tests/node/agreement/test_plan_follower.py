@@ -17,7 +17,7 @@ from meshllm.node.agreement.plan_follower import (
     PlanFollower,
 )
 from meshllm.protocol.planning.plan import Ends, Plan, PlanStage
-from meshllm.protocol.ring.plan_change import Outlook, PlanChangeState
+from meshllm.protocol.ring.plan_change import PlanChangeInput, PlanChangeState
 from tests.builders.offers import A
 
 PLANS = [Plan(epoch, "toy", Ends.ENTRY, (PlanStage(A, Span(0, 4)),)) for epoch in range(1, 4)]
@@ -31,12 +31,12 @@ class SettlingNode:
         self.timers = list[tuple[float, Callable[[], None]]]()
         self.agreement = SimpleNamespace(plan=None, lacking=0, has_lost=lambda _: False)
         self.planner = SimpleNamespace(agreement=self.agreement)
-        self.has_sessions, self.looks = False, list[Outlook]()
+        self.has_sessions, self.looks = False, list[PlanChangeInput]()
         monkeypatch.setattr(asyncio, "get_running_loop", lambda: SimpleNamespace(time=self._time))
         self.member = member = SimpleNamespace(
             runtime=SimpleNamespace(follow=self.followed.append),
             plan=None,
-            outlook=self._outlook,
+            plan_change_input=self._outlook,
             waits_for_lost=lambda _: False,
         )
         self.follower = PlanFollower(
@@ -60,8 +60,8 @@ class SettlingNode:
     def _time(self) -> float:
         return self.now
 
-    def _outlook(self, plan: Plan | None, settle_s: float) -> Outlook:
-        self.looks.append(Outlook(plan, None, settle_s))
+    def _outlook(self, plan: Plan | None, settle_s: float) -> PlanChangeInput:
+        self.looks.append(PlanChangeInput(plan, None, settle_s))
         return self.looks[-1]
 
     def _call_later(self, delay_s: float, callback: Callable[..., None], /, *args: Any) -> None:

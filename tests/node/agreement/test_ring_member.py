@@ -10,7 +10,7 @@ from meshllm.model.steps.execution import Execution, Strategy
 from meshllm.names import LossCause, NodeId, short
 from meshllm.protocol.membership.records import Lifecycle, StateRecord
 from meshllm.protocol.planning.chunking import ring_times
-from meshllm.protocol.ring.plan_change import Outlook
+from meshllm.protocol.ring.plan_change import PlanChangeInput
 from meshllm.testing.clock import run_virtual
 from tests.builders.offers import C
 from tests.builders.ring_places import (
@@ -81,7 +81,7 @@ def test_a_ring_is_whole_while_all_nodes_have_loaded_and_this_one_serves() -> No
         place, told = Place(), list[bool]()
 
         def look() -> None:
-            told.append(place.member.outlook(LATER, 0.5).is_whole)
+            told.append(place.member.plan_change_input(LATER, 0.5).is_whole)
 
         look()
         place.serve()
@@ -89,7 +89,9 @@ def test_a_ring_is_whole_while_all_nodes_have_loaded_and_this_one_serves() -> No
         look()
         place.work()
         look()
-        assert place.member.outlook(None, 0.5) == Outlook(None, PLAN, 0.5, is_whole=True)
+        assert place.member.plan_change_input(None, 0.5) == PlanChangeInput(
+            None, PLAN, 0.5, is_whole=True
+        )
         place.states[STAGE] = loaded(LATER)
         look()
         assert told == [False, False, True, False]
@@ -102,13 +104,16 @@ def test_what_other_nodes_have_prepared_or_follow_is_known_while_they_are_there(
         place = Place()
         place.serve()
         place.states |= {ENTRY: loaded(LATER), STAGE: replace(loaded(), prepared=LATER.digest)}
-        outlook = place.member.outlook(LATER, 0.5)
-        assert (set(outlook.prepared), outlook.is_begun) == ({ENTRY, STAGE}, False)
+        plan_change_input = place.member.plan_change_input(LATER, 0.5)
+        assert (set(plan_change_input.prepared), plan_change_input.is_begun) == (
+            {ENTRY, STAGE},
+            False,
+        )
         place.states[STAGE] = loaded(LATER)
-        assert place.member.outlook(LATER, 0.5).is_begun
+        assert place.member.plan_change_input(LATER, 0.5).is_begun
         place.alive.discard(STAGE)
-        outlook = place.member.outlook(LATER, 0.5)
-        assert (set(outlook.prepared), outlook.is_begun) == ({ENTRY}, False)
+        plan_change_input = place.member.plan_change_input(LATER, 0.5)
+        assert (set(plan_change_input.prepared), plan_change_input.is_begun) == ({ENTRY}, False)
 
     run(story)
 
@@ -118,7 +123,7 @@ def test_nodes_of_the_ring_that_leave_are_awaited_while_they_are_there_and_respo
         place, other = Place(), NodeId(b"o" * 32)
 
         def leaving() -> set[NodeId]:
-            return set(place.member.outlook(LATER, 0.5).leaving)
+            return set(place.member.plan_change_input(LATER, 0.5).leaving)
 
         place.serve()
         place.states |= {ENTRY: loaded(), STAGE: loaded(), other: loaded()}

@@ -1,14 +1,16 @@
-from meshllm.node.compute.gauge import Gauge, GenerationTimes, Hop
-from meshllm.protocol.session.messages import Spent, Tally
+from meshllm.node.compute.gauge import GenerationTimer, GenerationTimes, Hop
+from meshllm.protocol.session.messages import JobTimes, RankStats
 
 
-def tally(compute_us: int, steps: int, sent: int, round_trip_us: int = 0) -> Tally:
-    return Tally(Spent(compute_us, 0, 0), steps, sent, round_trip_us)
+def tally(compute_us: int, steps: int, sent: int, round_trip_us: int = 0) -> RankStats:
+    return RankStats(JobTimes(compute_us, 0, 0), steps, sent, round_trip_us)
 
 
-def decoded(gauge: Gauge, steps: int, *, trip_s: float, compute_s: float, now: float) -> None:
+def decoded(
+    gauge: GenerationTimer, steps: int, *, trip_s: float, compute_s: float, now: float
+) -> None:
     for end in range(10, 10 + steps):
-        gauge.computed(Spent(round(compute_s * 1e6), 200, 100))
+        gauge.computed(JobTimes(round(compute_s * 1e6), 200, 100))
         gauge.left(now, end, 300)
         now += trip_s
         gauge.returned(now, end)
@@ -16,13 +18,13 @@ def decoded(gauge: Gauge, steps: int, *, trip_s: float, compute_s: float, now: f
 
 
 def test_nothing_happened() -> None:
-    assert Gauge(5.0).measured((), 0) == GenerationTimes(
+    assert GenerationTimer(5.0).measured((), 0) == GenerationTimes(
         0.0, 0.0, 0.0, 0, (Hop(0.0, 0.0, 0.0, 0.0, 0.0),)
     )
 
 
 def test_the_first_token_is_measured_from_the_request() -> None:
-    gauge = Gauge(10.0)
+    gauge = GenerationTimer(10.0)
     gauge.tokens(10.5, 1)
 
     measured = gauge.measured((), 0)
@@ -31,7 +33,7 @@ def test_the_first_token_is_measured_from_the_request() -> None:
 
 
 def test_later_tokens_have_a_mean() -> None:
-    gauge = Gauge(0.0)
+    gauge = GenerationTimer(0.0)
     for now in (1.0, 1.2, 1.8):
         gauge.tokens(now, 1)
 
@@ -39,7 +41,7 @@ def test_later_tokens_have_a_mean() -> None:
 
 
 def test_a_step_may_give_several_tokens() -> None:
-    gauge = Gauge(0.0)
+    gauge = GenerationTimer(0.0)
     for now, count in ((1.0, 1), (2.0, 3), (3.0, 2)):
         gauge.tokens(now, count)
 
@@ -49,7 +51,7 @@ def test_a_step_may_give_several_tokens() -> None:
 
 
 def test_wire_time_is_the_round_trip_without_computing() -> None:
-    gauge = Gauge(0.0)
+    gauge = GenerationTimer(0.0)
     gauge.tokens(1.0, 1)
     decoded(gauge, 4, trip_s=0.100, compute_s=0.010, now=1.0)
 
@@ -61,11 +63,11 @@ def test_wire_time_is_the_round_trip_without_computing() -> None:
 
 
 def test_serialising_and_queueing_are_not_wire_time() -> None:
-    gauge = Gauge(0.0)
+    gauge = GenerationTimer(0.0)
     gauge.tokens(1.0, 1)
     decoded(gauge, 4, trip_s=0.100, compute_s=0.010, now=1.0)
 
-    measured = gauge.measured((Tally(Spent(160_000, 40_000, 80_000), 4, 1200, 0),), 0)
+    measured = gauge.measured((RankStats(JobTimes(160_000, 40_000, 80_000), 4, 1200, 0),), 0)
 
     assert [round(hop.serialise_s, 6) for hop in measured.hops] == [0.0002, 0.010]
     assert [round(hop.queue_s, 6) for hop in measured.hops] == [0.0001, 0.020]
@@ -73,7 +75,7 @@ def test_serialising_and_queueing_are_not_wire_time() -> None:
 
 
 def test_wire_time_is_divided_by_measured_round_trips() -> None:
-    gauge = Gauge(0.0)
+    gauge = GenerationTimer(0.0)
     gauge.tokens(1.0, 1)
     decoded(gauge, 2, trip_s=0.090, compute_s=0.0, now=1.0)
 
@@ -83,7 +85,7 @@ def test_wire_time_is_divided_by_measured_round_trips() -> None:
 
 
 def test_prefill_rows_are_not_timed() -> None:
-    gauge = Gauge(0.0)
+    gauge = GenerationTimer(0.0)
     gauge.returned(3.0, 9)
     gauge.tokens(3.0, 1)
     decoded(gauge, 1, trip_s=0.020, compute_s=0.0, now=3.0)
@@ -94,7 +96,7 @@ def test_prefill_rows_are_not_timed() -> None:
 
 
 def test_wire_time_is_never_negative() -> None:
-    gauge = Gauge(0.0)
+    gauge = GenerationTimer(0.0)
     gauge.tokens(1.0, 1)
     decoded(gauge, 1, trip_s=0.001, compute_s=0.0, now=1.0)
 
@@ -102,7 +104,7 @@ def test_wire_time_is_never_negative() -> None:
 
 
 def test_only_a_step_into_an_empty_ring_is_timed() -> None:
-    gauge = Gauge(0.0)
+    gauge = GenerationTimer(0.0)
     gauge.tokens(1.0, 1)
     for now, end in ((1.0, 20), (1.1, 37), (1.2, 54)):
         gauge.left(now, end, 300)

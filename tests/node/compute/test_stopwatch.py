@@ -3,7 +3,7 @@ import time
 import pytest
 
 from meshllm.node.compute.stopwatch import Stopwatch
-from meshllm.protocol.session.messages import Spent
+from meshllm.protocol.session.messages import JobTimes
 
 
 def test_each_moment_belongs_to_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,5 +16,5 @@ def test_each_moment_belongs_to_one_part(monkeypatch: pytest.MonkeyPatch) -> Non
     watch.computed()
     watch.serialised()
 
-    assert watch.spent == Spent(compute_us=40, serialise_us=5, queue_us=5)
+    assert watch.spent == JobTimes(compute_us=40, serialise_us=5, queue_us=5)
     assert watch.spent.total_us <= 50_999 // 1000

@@ -52,8 +52,8 @@ class House:
     ) -> Ticket:
         return self.store.invite([], role, lasts_s=lasts_s, uses=uses)
 
-    def judge(self, proof: Credential | TicketProof, peer: NodeId = GUEST.node) -> Credential:
-        return asyncio.run(self.gate.judge(peer, proof, Purpose.MESH, 1))
+    def authorize(self, proof: Credential | TicketProof, peer: NodeId = GUEST.node) -> Credential:
+        return asyncio.run(self.gate.authorize(peer, proof, Purpose.MESH, 1))
 
     def remove(self, node: NodeId, *spared: NodeId) -> None:
         mesh = self.credential.mesh
@@ -68,19 +68,19 @@ def house(tmp_path: Path) -> House:
 def test_a_member_is_admitted_by_its_own_credential(house: House) -> None:
     credential = issue(house.store.key, house.credential, GUEST.node, Role.NODE)
 
-    assert house.judge(credential) == credential
+    assert house.authorize(credential) == credential
 
 
 def test_a_member_of_another_mesh_is_rejected(house: House) -> None:
     with pytest.raises(NotAuthorised, match="another mesh"):
-        house.judge(found(GUEST, bytes(16)))
+        house.authorize(found(GUEST, bytes(16)))
 
 
 def test_a_credential_of_another_node_is_rejected(house: House) -> None:
     credential = issue(house.store.key, house.credential, OTHER.node, Role.NODE)
 
     with pytest.raises(NotAuthorised, match="shows the credential of"):
-        house.judge(credential)
+        house.authorize(credential)
 
 
 def test_a_removed_member_and_its_guests_are_rejected(house: House) -> None:
@@ -89,19 +89,19 @@ def test_a_removed_member_and_its_guests_are_rejected(house: House) -> None:
     house.remove(GUEST.node)
 
     with pytest.raises(NotAuthorised, match="removed"):
-        house.judge(credential)
+        house.authorize(credential)
     with pytest.raises(NotAuthorised, match="removed"):
-        house.judge(friend, OTHER.node)
+        house.authorize(friend, OTHER.node)
     house.remove(GUEST.node, OTHER.node)
-    assert house.judge(friend, OTHER.node) == friend
+    assert house.authorize(friend, OTHER.node) == friend
 
 
 @pytest.mark.parametrize("role", Role)
 def test_a_ticket_admits_a_member_in_its_role(house: House, role: Role) -> None:
-    credential = house.judge(house.ticket(role).prove(CONTEXT))
+    credential = house.authorize(house.ticket(role).prove(CONTEXT))
 
     assert check(credential, GUEST.node, house.credential.mesh, time.time(), {}) is role
-    assert house.judge(credential) == credential
+    assert house.authorize(credential) == credential
 
 
 @pytest.mark.parametrize("uses", [3, None])
@@ -109,21 +109,21 @@ def test_a_ticket_is_closed_when_a_member_that_it_admitted_is_removed(
     house: House, uses: int | None
 ) -> None:
     ticket, other = house.ticket(uses=uses), house.ticket()
-    house.judge(ticket.prove(CONTEXT))
+    house.authorize(ticket.prove(CONTEXT))
     house.remove(GUEST.node)
 
     with pytest.raises(NotAuthorised, match="used up"):
-        house.judge(ticket.prove(CONTEXT), OTHER.node)
+        house.authorize(ticket.prove(CONTEXT), OTHER.node)
     assert list(house.gate.guests()) == [other.psk]
-    assert house.judge(other.prove(CONTEXT), OTHER.node)
+    assert house.authorize(other.prove(CONTEXT), OTHER.node)
 
 
 def test_a_ticket_without_a_limit_has_one(house: House) -> None:
     proof = house.ticket().prove(CONTEXT)
     with patch.object(keyring_module, "MAX_GUESTS", 1):
-        house.judge(proof)
+        house.authorize(proof)
         with pytest.raises(NotAuthorised, match="used up"):
-            house.judge(proof, OTHER.node)
+            house.authorize(proof, OTHER.node)
 
 
 @pytest.mark.parametrize("uses", [1, 2])
@@ -131,39 +131,39 @@ def test_a_used_up_ticket_still_admits_its_guests(house: House, uses: int) -> No
     proof = house.ticket(uses=uses).prove(CONTEXT)
     guests = [NodeKey(bytes([n]) * 32).node for n in range(uses + 1)]
     for guest in guests[:uses]:
-        house.judge(proof, guest)
+        house.authorize(proof, guest)
 
     with pytest.raises(NotAuthorised, match=r"or is used up$") as raised:
-        house.judge(proof, guests[-1])
+        house.authorize(proof, guests[-1])
 
     assert raised.value.hint
     for guest in guests[:uses]:
-        assert house.judge(proof, guest).chain[-1].subject == guest
+        assert house.authorize(proof, guest).chain[-1].subject == guest
 
 
 def test_a_ticket_without_a_limit_admits_all(house: House) -> None:
     proof = house.ticket().prove(CONTEXT)
 
     for guest in (GUEST.node, OTHER.node):
-        assert house.judge(proof, guest).chain[-1].subject == guest
+        assert house.authorize(proof, guest).chain[-1].subject == guest
 
 
 def test_a_ticket_expires(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     proof = house.ticket(lasts_s=60).prove(CONTEXT)
-    house.judge(proof)
+    house.authorize(proof)
 
     later = SimpleNamespace(time=lambda: time.time() + 61)
     monkeypatch.setattr(module, "time", later)
 
     with pytest.raises(NotAuthorised, match="expired"):
-        house.judge(proof)
+        house.authorize(proof)
 
 
 def test_the_key_of_a_ticket_is_valid_until_it_expires(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lasting, short = house.ticket(), house.ticket(lasts_s=60, uses=1)
-    house.judge(short.prove(CONTEXT))
+    house.authorize(short.prove(CONTEXT))
 
     assert [*house.gate.guests()] == [short.psk, lasting.psk]  # a guest may retry
 
@@ -176,21 +176,21 @@ def test_a_ticket_for_another_role_is_rejected(house: House) -> None:
     claimed = replace(ticket, role=Role.NODE)
 
     with pytest.raises(NotAuthorised, match="Ticket rejected"):
-        house.judge(claimed.prove(CONTEXT))
+        house.authorize(claimed.prove(CONTEXT))
 
 
 def test_the_role_of_a_proof_cannot_be_changed(house: House) -> None:
     proof = house.ticket(Role.CLIENT).prove(CONTEXT)
 
     with pytest.raises(NotAuthorised, match="Ticket rejected"):
-        house.judge(TicketProof(Role.NODE, proof.mac, CONTEXT))
+        house.authorize(TicketProof(Role.NODE, proof.mac, CONTEXT))
 
 
 def test_an_unknown_secret_is_rejected(house: House) -> None:
     house.ticket()
 
     with pytest.raises(NotAuthorised, match="Ticket rejected") as raised:
-        house.judge(TicketProof(Role.NODE, bytes(32), CONTEXT))
+        house.authorize(TicketProof(Role.NODE, bytes(32), CONTEXT))
 
     assert raised.value.hint
 
@@ -200,9 +200,9 @@ def test_a_ticket_does_not_admit_a_removed_key(house: House) -> None:
     house.remove(GUEST.node)
 
     with pytest.raises(NotAuthorised, match="permanently removed"):
-        house.judge(proof)
+        house.authorize(proof)
 
-    assert house.judge(proof, OTHER.node)  # it is not used up
+    assert house.authorize(proof, OTHER.node)  # it is not used up
 
 
 def test_a_too_long_credential_chain_does_not_use_up_a_ticket(house: House) -> None:
@@ -213,17 +213,17 @@ def test_a_too_long_credential_chain_does_not_use_up_a_ticket(house: House) -> N
     house.gate = MemberAdmission(house.store, credential, {})
 
     with pytest.raises(NotAuthorised, match="invitations away"):
-        house.judge(house.ticket(uses=1).prove(CONTEXT))
+        house.authorize(house.ticket(uses=1).prove(CONTEXT))
 
     assert house.store.invitations()[0].guests == ()
 
 
 def test_one_of_two_concurrent_guests_gets_the_last_use(house: House) -> None:
     proof = house.ticket(uses=1).prove(CONTEXT)
-    judge = house.gate.judge
+    authorize = house.gate.authorize
 
     async def both() -> list[Credential | BaseException]:
-        guests = [judge(guest.node, proof, Purpose.MESH, 1) for guest in (GUEST, OTHER)]
+        guests = [authorize(guest.node, proof, Purpose.MESH, 1) for guest in (GUEST, OTHER)]
         return await asyncio.gather(*guests, return_exceptions=True)
 
     outcomes = asyncio.run(both())
@@ -282,7 +282,7 @@ async def test_a_use_of_a_ticket_is_saved_off_the_loop_before_the_reply(house: H
         return function(*args)
 
     gate = MemberAdmission(house.store, house.credential, {}, elsewhere)
-    await gate.judge(GUEST.node, ticket.prove(CONTEXT), Purpose.MESH, 1)
+    await gate.authorize(GUEST.node, ticket.prove(CONTEXT), Purpose.MESH, 1)
 
     assert jobs == [house.store.use]
     (kept,) = StateStore.open(house.store.folder).invitations()
@@ -302,7 +302,7 @@ def test_a_client_is_admitted_with_the_limits_of_its_ticket(house: House) -> Non
     limits = ClientLimits(1, 5000)
     ticket = house.store.invite([], Role.CLIENT, lasts_s=60, uses=1, limits=limits)
 
-    granted = house.judge(ticket.prove(b"context"))
+    granted = house.authorize(ticket.prove(b"context"))
 
     assert granted.limits == limits
-    assert house.judge(Credential.decode(granted.encode())) == granted
+    assert house.authorize(Credential.decode(granted.encode())) == granted

@@ -347,7 +347,7 @@ def test_a_beacon_gives_the_address_of_the_inviter(
     run(story)
 
 
-class Asker(Beacon):
+class Requester(Beacon):
     """A beacon with a bug, or one that notes when it ends."""
 
     bug: ClassVar[Exception | None] = None
@@ -364,17 +364,17 @@ class Asker(Beacon):
 
 
 @asynccontextmanager
-async def asker(code: BeaconCode, me: NodeId, hear: Any) -> AsyncIterator[Beacon]:
-    yield Asker(code, me, hear)
-    Asker.order.append("closed")
+async def requester(code: BeaconCode, me: NodeId, hear: Any) -> AsyncIterator[Beacon]:
+    yield Requester(code, me, hear)
+    Requester.order.append("closed")
 
 
 @pytest.mark.parametrize("is_there", [True, False])
 def test_a_bug_of_the_queries_ends_the_joining(
     run: Run, monkeypatch: pytest.MonkeyPatch, is_there: bool
 ) -> None:
-    monkeypatch.setattr(module, "open_beacon", asker)
-    monkeypatch.setattr(Asker, "bug", ZeroDivisionError())
+    monkeypatch.setattr(module, "open_beacon", requester)
+    monkeypatch.setattr(Requester, "bug", ZeroDivisionError())
 
     async def story(town: Town) -> None:
         a = await town.add("a")
@@ -404,8 +404,8 @@ def dialled(monkeypatch: pytest.MonkeyPatch) -> list[SecureLink]:
 def test_a_bug_of_the_queries_closes_the_link_to_the_inviter(
     run: Run, monkeypatch: pytest.MonkeyPatch, dialled: list[SecureLink]
 ) -> None:
-    monkeypatch.setattr(module, "open_beacon", asker)
-    monkeypatch.setattr(Asker, "bug", ZeroDivisionError())
+    monkeypatch.setattr(module, "open_beacon", requester)
+    monkeypatch.setattr(Requester, "bug", ZeroDivisionError())
 
     async def story(town: Town) -> None:
         a = await town.add("a")
@@ -440,8 +440,8 @@ def test_a_credential_that_cannot_be_stored_closes_the_link_to_the_inviter(
 def test_the_queries_end_before_their_beacon_closes(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "open_beacon", asker)
-    monkeypatch.setattr(Asker, "order", [])
+    monkeypatch.setattr(module, "open_beacon", requester)
+    monkeypatch.setattr(Requester, "order", [])
 
     async def story(town: Town) -> None:
         a = await town.add("a")
@@ -451,4 +451,4 @@ def test_the_queries_end_before_their_beacon_closes(
         await own.link.close()
 
     run(story)
-    assert Asker.order == ["asked", "closed"]
+    assert Requester.order == ["asked", "closed"]

@@ -12,11 +12,11 @@ import pytest
 from meshllm.errors import LinkLost, MeshError, NotAuthorised, UserError
 from meshllm.names import NodeId
 from meshllm.node.net.dialer import DIAL_S, MAX_NAMES, MAX_TRIED, STAGGER_S, NodeDialer
-from meshllm.node.net.peer_address import Local, Place
+from meshllm.node.net.peer_address import DialTarget, LocalAddressPolicy
 from meshllm.node.net.secure import HandshakeClosed, SecureLink, secure_accept
 from meshllm.protocol.membership.dial_limit import BURST, PORTS
 from meshllm.protocol.trust.credential import Credential
-from meshllm.protocol.trust.handshake import Own, Purpose
+from meshllm.protocol.trust.handshake import LocalIdentity, Purpose
 from meshllm.protocol.trust.ticket import TicketProof
 from meshllm.testing.clock import run_virtual
 from meshllm.transport.contract import Link, Listener
@@ -36,7 +36,7 @@ class Open:
     def guests(self) -> tuple[bytes, ...]:
         return ()
 
-    async def judge(
+    async def authorize(
         self, peer: NodeId, proof: Credential | TicketProof, purpose: Purpose, instance: int
     ) -> Credential:
         if self.refusal or not isinstance(proof, Credential):
@@ -67,7 +67,9 @@ class Net:
         return link
 
     @asynccontextmanager
-    async def host(self, name: str, own: Own = AS_HOST, wait_s: float = 0.0) -> AsyncIterator[None]:
+    async def host(
+        self, name: str, own: LocalIdentity = AS_HOST, wait_s: float = 0.0
+    ) -> AsyncIterator[None]:
         """Answer at an address after some time; None is never."""
 
         async def serve(listener: Listener) -> None:
@@ -116,7 +118,7 @@ def run(story: Callable[[Net], Coroutine[Any, Any, None]]) -> Net:
 def test_an_address_of_this_machine_is_dialled_only_if_it_may_be() -> None:
     async def story(net: Net) -> None:
         dialer = NodeDialer({"ws": net}, AS_MEMBER)
-        for local in (Local.NO, Local.YES):
+        for local in (LocalAddressPolicy.NO, LocalAddressPolicy.YES):
             with pytest.raises(LinkLost):
                 await dialer.dial(
                     ["ws://127.0.0.1:1", "ws://10.0.0.1:1/path"],
@@ -129,9 +131,11 @@ def test_an_address_of_this_machine_is_dialled_only_if_it_may_be() -> None:
     assert [address for _, address in run(story).dialled] == ["ws://127.0.0.1:1"]
 
 
-@pytest.mark.parametrize(("local", "most"), [(Local.HERE, BURST), (Local.YES, 2 * BURST)])
+@pytest.mark.parametrize(
+    ("local", "most"), [(LocalAddressPolicy.HERE, BURST), (LocalAddressPolicy.YES, 2 * BURST)]
+)
 def test_an_address_of_this_machine_that_a_node_here_told_is_dialled_a_few_times(
-    local: Local, most: int
+    local: LocalAddressPolicy, most: int
 ) -> None:
     async def story(net: Net) -> None:
         dialer = NodeDialer({"ws": net}, AS_MEMBER)
@@ -322,7 +326,7 @@ def test_a_node_of_this_machine_does_not_answer_for_one_elsewhere(
                     Purpose.MESH,
                     expect=HOST.node,
                     removals=NOBODY,
-                    local=Local.YES,
+                    local=LocalAddressPolicy.YES,
                 )
         assert isinstance(caught.value, HandshakeClosed) is is_told
 
@@ -417,7 +421,7 @@ async def test_an_address_without_transport_is_not_dialled() -> None:
     dialer = NodeDialer({}, AS_MEMBER)
 
     with pytest.raises(LinkLost, match="No transport for the address"):
-        await dialer._dial_one(Place("ws://x"), Purpose.MESH, GUEST.node, NOBODY)
+        await dialer._dial_one(DialTarget("ws://x"), Purpose.MESH, GUEST.node, NOBODY)
 
 
 async def test_a_name_that_tls_proves_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:

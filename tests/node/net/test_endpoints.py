@@ -107,11 +107,11 @@ def test_a_change_of_addresses_is_reported() -> None:
     assert calls == [("a:2",)]
 
 
-class Door(Ears):
+class ApiServer(Ears):
     """A listener that keeps places."""
 
     def __init__(self) -> None:
-        super().__init__("door:1")
+        super().__init__("there:1")
         self.hosts: list[str] = []
 
     def reserve(self, hosts: Sequence[str]) -> None:
@@ -119,14 +119,16 @@ class Door(Ears):
 
 
 def test_places_are_kept_for_two_hosts_of_each_known_peer_the_first_ones_first() -> None:
-    door = Door()
+    api_server = ApiServer()
     greedy = [f"ws://10.0.0.{number}:{port}" for number in range(9) for port in (7700, 7701)]
     behind_a_relay = [f"quic://{'a' * 56}@192.0.2.1:8790", "quic://192.0.2.7:7700"]
     named = ["ws://desk.example:7700", "ws://10.0.0.9:7701", "loopback:x"]
 
-    place(Ears("a:1"), door).reserve([greedy, behind_a_relay, named, ["ws://[2001:db8::1]:1"]])
+    place(Ears("a:1"), api_server).reserve(
+        [greedy, behind_a_relay, named, ["ws://[2001:db8::1]:1"]]
+    )
 
-    assert door.hosts == ["10.0.0.0", "192.0.2.7", "10.0.0.9", "2001:db8::1", "10.0.0.1"]
+    assert api_server.hosts == ["10.0.0.0", "192.0.2.7", "10.0.0.9", "2001:db8::1", "10.0.0.1"]
 
 
 def test_only_surveying_transports_report_networks() -> None:

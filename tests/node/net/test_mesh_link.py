@@ -12,7 +12,7 @@ import pytest
 from meshllm.errors import LinkLost, NotAuthorised
 from meshllm.names import NodeId
 from meshllm.node.net import mesh_link as module
-from meshllm.node.net.peer_address import Local
+from meshllm.node.net.peer_address import LocalAddressPolicy
 from meshllm.node.net.secure import HandshakeClosed, SecureLink, secure_accept, secure_dial
 from meshllm.protocol.membership.actions import Dial
 from meshllm.protocol.membership.codec import (
@@ -364,7 +364,7 @@ def test_a_member_that_is_known_to_be_removed_is_not_dialled(
         monkeypatch.setattr(type(a.dialer), "dial", dial)
         for peer, name in ((b.me, "removed"), (stays, "stays")):
             a.links.hint(peer, [f"{name}, as saved"])
-            a.links.redial(peer, [f"{name}, as told"], Local.NO)
+            a.links.redial(peer, [f"{name}, as told"], LocalAddressPolicy.NO)
         await asyncio.sleep(1)
         assert dialled == [["stays, as saved"], ["stays, as told"]]
 
@@ -517,7 +517,7 @@ def test_hints_after_the_end_are_ignored(run: Run) -> None:
         a = await town.add("a")
         await a.close()
         a.links.hint(NodeId(bytes(32)), ["loopback:x"])
-        a.links.redial(NodeId(bytes(32)), ["loopback:x"], Local.LITERAL)
+        a.links.redial(NodeId(bytes(32)), ["loopback:x"], LocalAddressPolicy.LITERAL)
 
     run(story)
 
@@ -588,7 +588,7 @@ def test_a_peer_is_redialled_once_at_a_time_until_it_is_given_up(
 
         def redial() -> None:
             for peer, address in zip(peers, "xy", strict=True):
-                a.links.redial(peer, [address], Local.NO)
+                a.links.redial(peer, [address], LocalAddressPolicy.NO)
 
         redial()
         redial()

@@ -13,9 +13,9 @@ from meshllm.names import MeshId, NodeId
 from meshllm.node.net import peer_address
 from meshllm.node.net.peer_address import (
     MAX_RESOLVED,
-    Local,
-    Machine,
-    Place,
+    DialTarget,
+    LocalAddressPolicy,
+    SameHostDetector,
     is_literal,
     machine_secret,
     own_hosts,
@@ -42,11 +42,11 @@ NEVER = (
 )  # fmt: skip
 
 
-async def resolve(address: str, local: Local) -> list[str]:
+async def resolve(address: str, local: LocalAddressPolicy) -> list[str]:
     return [place.address for place in await places(address, local)]
 
 
-async def places(address: str, local: Local) -> list[Place]:
+async def places(address: str, local: LocalAddressPolicy) -> list[DialTarget]:
     return await peer_address.resolve(address, local, THREADS)
 
 
@@ -70,18 +70,22 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
 
 
 def test_a_host_and_a_port_elsewhere_are_permitted() -> None:
-    assert permitted(ELSEWHERE, Local.NO) == ELSEWHERE
+    assert permitted(ELSEWHERE, LocalAddressPolicy.NO) == ELSEWHERE
 
 
 @pytest.mark.parametrize("address", HERE)
 def test_this_machine_is_for_peers_on_it(address: str) -> None:
-    assert permitted([address], Local.NO) == ()
-    assert permitted([address], Local.YES) == permitted([address], Local.LITERAL) == (address,)
+    assert permitted([address], LocalAddressPolicy.NO) == ()
+    assert (
+        permitted([address], LocalAddressPolicy.YES)
+        == permitted([address], LocalAddressPolicy.LITERAL)
+        == (address,)
+    )
 
 
 @pytest.mark.parametrize("address", NEVER)
 def test_more_than_a_host_and_a_port_is_for_nobody(address: str) -> None:
-    assert permitted([address], Local.YES) == ()
+    assert permitted([address], LocalAddressPolicy.YES) == ()
 
 
 def test_a_link_local_network_is_used_by_machines_that_are_on_it(
@@ -89,14 +93,14 @@ def test_a_link_local_network_is_used_by_machines_that_are_on_it(
 ) -> None:
     monkeypatch.setattr(peer_address, "own_hosts", lambda: OWN | {"169.254.3.4"})
 
-    assert permitted(["ws://169.254.9.9:7700"], Local.NO)
-    assert not permitted(["ws://127.0.0.1:7700"], Local.NO)
+    assert permitted(["ws://169.254.9.9:7700"], LocalAddressPolicy.NO)
+    assert not permitted(["ws://127.0.0.1:7700"], LocalAddressPolicy.NO)
 
 
 async def test_a_name_becomes_its_numbers(names: dict[str, list[str]]) -> None:
     names["desk"] = [*(f"10.1.0.{number}" for number in range(9)), "fd00::9"]
 
-    found = await resolve("quic://key@desk:80", Local.NO)
+    found = await resolve("quic://key@desk:80", LocalAddressPolicy.NO)
 
     assert found == [f"quic://key@10.1.0.{number}:80" for number in range(MAX_RESOLVED)]
 
@@ -104,18 +108,22 @@ async def test_a_name_becomes_its_numbers(names: dict[str, list[str]]) -> None:
 async def test_a_name_of_this_machine_is_not_dialled(names: dict[str, list[str]]) -> None:
     names["evil"] = ["10.1.0.1", "127.0.0.1"]
 
-    assert await resolve("ws://evil:80", Local.NO) == []
-    assert await resolve("ws://evil:80", Local.LITERAL) == []
-    for local in (Local.HERE, Local.YES):
+    assert await resolve("ws://evil:80", LocalAddressPolicy.NO) == []
+    assert await resolve("ws://evil:80", LocalAddressPolicy.LITERAL) == []
+    for local in (LocalAddressPolicy.HERE, LocalAddressPolicy.YES):
         assert await resolve("ws://evil:80", local) == ["ws://evil:80"]
 
 
 async def test_a_name_that_tls_proves_is_kept(names: dict[str, list[str]]) -> None:
     names["mesh"] = ["10.1.0.1", "fd00::9"]
 
-    assert await places("wss://mesh", Local.NO) == [Place("wss://mesh", ("10.1.0.1", "fd00::9"))]
-    assert await places("wss://mesh", Local.YES) == [Place("wss://mesh")]  # by the transport
-    assert await resolve("ws://mesh", Local.NO) == ["ws://10.1.0.1", "ws://[fd00::9]"]
+    assert await places("wss://mesh", LocalAddressPolicy.NO) == [
+        DialTarget("wss://mesh", ("10.1.0.1", "fd00::9"))
+    ]
+    assert await places("wss://mesh", LocalAddressPolicy.YES) == [
+        DialTarget("wss://mesh")
+    ]  # by the transport
+    assert await resolve("ws://mesh", LocalAddressPolicy.NO) == ["ws://10.1.0.1", "ws://[fd00::9]"]
 
 
 async def test_all_numbers_of_a_name_that_tls_proves_may_be_tried(
@@ -123,7 +131,7 @@ async def test_all_numbers_of_a_name_that_tls_proves_may_be_tried(
 ) -> None:
     names["mesh"] = [*(f"fd00::a{number}" for number in range(2 * MAX_RESOLVED)), "10.1.0.1"]
 
-    [place] = await places("wss://mesh", Local.NO)
+    [place] = await places("wss://mesh", LocalAddressPolicy.NO)
 
     assert place.hosts == tuple(names["mesh"])
 
@@ -131,12 +139,12 @@ async def test_all_numbers_of_a_name_that_tls_proves_may_be_tried(
 async def test_every_number_of_a_name_is_checked(names: dict[str, list[str]]) -> None:
     names["evil"] = [*(f"10.1.0.{number}" for number in range(MAX_RESOLVED)), "127.0.0.1"]
 
-    assert await places("wss://evil", Local.NO) == []
+    assert await places("wss://evil", LocalAddressPolicy.NO) == []
 
 
 async def test_an_unknown_name_is_an_error(names: dict[str, list[str]]) -> None:
     with pytest.raises(OSError, match="unknown"):
-        await resolve("ws://nowhere:80", Local.NO)
+        await resolve("ws://nowhere:80", LocalAddressPolicy.NO)
 
 
 async def test_a_slow_name_server_holds_up_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +159,7 @@ async def test_a_slow_name_server_holds_up_nothing_else(monkeypatch: pytest.Monk
     monkeypatch.setattr(peer_address, "LOOK_UP_S", 3600.0)
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
 
-    slow = asyncio.create_task(resolve("ws://slow:80", Local.NO))
+    slow = asyncio.create_task(resolve("ws://slow:80", LocalAddressPolicy.NO))
     await until(asked.is_set)
     await asyncio.to_thread(int)  # it has the thread of others
     is_done = slow.done()
@@ -167,13 +175,13 @@ async def test_a_look_up_that_takes_too_long_is_an_error(monkeypatch: pytest.Mon
     monkeypatch.setattr(peer_address, "LOOK_UP_S", 0.0)
 
     with pytest.raises(TimeoutError):
-        await resolve("ws://slow:80", Local.NO)
+        await resolve("ws://slow:80", LocalAddressPolicy.NO)
     answers.set()
 
 
 async def test_what_has_no_host_is_not_resolved() -> None:
-    assert await resolve("loopback:a", Local.NO) == ["loopback:a"]
-    assert await resolve("unix:/x", Local.YES) == []
+    assert await resolve("loopback:a", LocalAddressPolicy.NO) == ["loopback:a"]
+    assert await resolve("unix:/x", LocalAddressPolicy.YES) == []
 
 
 def test_a_number_is_told_from_a_name() -> None:
@@ -211,18 +219,18 @@ def test_attempts_at_nodes_behind_one_relay_are_counted_apart_and_together() -> 
     ids=["name", "IPv6", "IPv4", "zone"],
 )
 def test_spellings_of_one_address_are_one_target(spellings: tuple[str, ...]) -> None:
-    assert permitted(spellings, Local.YES) == spellings
+    assert permitted(spellings, LocalAddressPolicy.YES) == spellings
     assert len({target(each) for each in spellings}) == 1
 
 
 def test_a_tag_shows_which_nodes_are_on_this_machine() -> None:
-    here, there = Machine(b"one boot", MESH), Machine(b"another", MESH)
+    here, there = SameHostDetector(b"one boot", MESH), SameHostDetector(b"another", MESH)
 
     assert here.has(ONE, here.tag(ONE))
     assert not here.has(OTHER, here.tag(ONE))
     assert not here.has(ONE, there.tag(ONE))
     assert not here.has(ONE, b"")
-    assert here.tag(ONE) != Machine(b"one boot", MeshId(b"n" * 16)).tag(ONE)
+    assert here.tag(ONE) != SameHostDetector(b"one boot", MeshId(b"n" * 16)).tag(ONE)
 
 
 def test_the_secret_of_a_machine_lasts() -> None:

@@ -18,7 +18,13 @@ from meshllm.node.net.secure import (
 )
 from meshllm.protocol.trust import cipher
 from meshllm.protocol.trust.credential import Credential, Role, check, issue, remove
-from meshllm.protocol.trust.handshake import FIRST_S, PRE_AUTH_BYTES, PRE_AUTH_S, Own, Purpose
+from meshllm.protocol.trust.handshake import (
+    FIRST_S,
+    PRE_AUTH_BYTES,
+    PRE_AUTH_S,
+    LocalIdentity,
+    Purpose,
+)
 from meshllm.protocol.trust.ticket import TicketProof, guest_psk
 from meshllm.testing import links
 from meshllm.testing.clock import run_virtual
@@ -68,7 +74,7 @@ class House:
     def guests(self) -> Iterator[bytes]:
         yield from self.known
 
-    async def judge(
+    async def authorize(
         self, peer: NodeId, proof: Credential | TicketProof, purpose: Purpose, instance: int
     ) -> Credential:
         if self.refusal:
@@ -117,16 +123,18 @@ async def plain(shape: Shape | None = None) -> tuple[Wire, Wire]:
         return Wire(dialled), Wire(await anext(aiter(listener.links())))
 
 
-def dial(link: Link, own: Own = AS_MEMBER, expect: NodeId = HOST.node) -> Awaitable[SecureLink]:
+def dial(
+    link: Link, own: LocalIdentity = AS_MEMBER, expect: NodeId = HOST.node
+) -> Awaitable[SecureLink]:
     return secure_dial(link, own, Purpose.MESH, expect=expect, now_s=NOW, removals=NOBODY)
 
 
-def accept(link: Link, own: Own = AS_HOST) -> Awaitable[SecureLink]:
+def accept(link: Link, own: LocalIdentity = AS_HOST) -> Awaitable[SecureLink]:
     return secure_accept(link, own, House())
 
 
 async def secured(
-    shape: Shape | None = None, own: Own = AS_MEMBER
+    shape: Shape | None = None, own: LocalIdentity = AS_MEMBER
 ) -> tuple[SecureLink, SecureLink]:
     one, other = await plain(shape)
     dialled, accepted = await asyncio.gather(dial(one, own), accept(other))
@@ -199,7 +207,7 @@ async def test_a_ticket_admits_and_issues_a_credential() -> None:
 
 
 @pytest.mark.parametrize(("own", "tickets"), [(AS_MEMBER, 1), (AS_JOINER, 2)])
-async def test_tickets_are_read_for_guests_only(own: Own, tickets: int) -> None:
+async def test_tickets_are_read_for_guests_only(own: LocalIdentity, tickets: int) -> None:
     (one, other), house = await plain(), House()
 
     await asyncio.gather(dial(one, own), secure_accept(other, AS_HOST, house))
@@ -245,7 +253,7 @@ async def test_an_unknown_peer_gets_no_byte() -> None:
     ],
     ids=["removed", "expired", "of another"],
 )
-async def test_a_former_member_gets_no_byte(own: Own) -> None:
+async def test_a_former_member_gets_no_byte(own: LocalIdentity) -> None:
     house = House()
     house.removals = {GUEST.node: remove(HOST, MESH, GUEST.node, NOW)}
     one, other = await plain()
@@ -265,7 +273,7 @@ async def test_a_former_member_gets_no_byte(own: Own) -> None:
         (AS_MEMBER, "late"),
     ],
 )
-async def test_both_sides_get_the_reason_of_a_rejection(own: Own, words: str) -> None:
+async def test_both_sides_get_the_reason_of_a_rejection(own: LocalIdentity, words: str) -> None:
     house = House()
     house.refusal = NotAuthorised("late") if words == "late" else None
     one, other = await plain()
@@ -363,9 +371,9 @@ async def test_a_cancelled_handshake_closes_its_link() -> None:
         assert await is_closed(link)
 
 
-async def test_a_bug_of_the_doorkeeper_closes_the_link() -> None:
+async def test_a_bug_while_a_link_is_accepted_closes_the_link() -> None:
     class Broken(House):
-        async def judge(self, *_: object) -> Credential:
+        async def authorize(self, *_: object) -> Credential:
             raise ZeroDivisionError
 
     one, other = await plain()

@@ -1,7 +1,7 @@
 """Counters of the requests whose ingress is a node."""
 
 from meshllm.names import GroupId, LossCause
-from meshllm.node.requests.counts import Counts
+from meshllm.node.requests.counts import RequestCounters
 from meshllm.protocol.membership.records import MAX_RINGS
 from meshllm.request import Interruption
 from meshllm.status import LossCounts
@@ -9,7 +9,7 @@ from tests.builders.fake_ring import answer_of
 
 
 def test_the_latest_answers_of_a_few_rings_are_kept() -> None:
-    counts = Counts()
+    counts = RequestCounters()
     for number in range(MAX_RINGS + 3):
         counts.count(answer_of("", number), GroupId(bytes([number])))
     counts.count(answer_of("", 3), GroupId(bytes([4])))
@@ -21,7 +21,7 @@ def test_the_latest_answers_of_a_few_rings_are_kept() -> None:
 
 
 def test_losses_are_counted_by_cause() -> None:
-    counts = Counts()
+    counts = RequestCounters()
 
     for seconds, given in ((1.5, 3), (0.25, 4)):
         counts.survived(Interruption(LossCause.NODE_LOST, "a node is gone", seconds), given)

@@ -10,7 +10,7 @@ import pytest
 from meshllm.errors import Busy
 from meshllm.node.requests.held_bytes import ID_BYTES, MAX_HELD_BYTES, HeldBytes, size_of
 from meshllm.node.requests.request_json import REQUEST_BYTES
-from meshllm.protocol.kv_cache.admission import asker_of
+from meshllm.protocol.kv_cache.admission import requester_of
 from meshllm.protocol.kv_cache.prefix_scope import OWNERS
 from meshllm.request import Request, ToolCall, Tools, Turn
 
@@ -23,7 +23,7 @@ def held_by(held: HeldBytes, stack: ExitStack, scope: str) -> int:
     """Hold long requests of a scope until one is refused; return how many are held."""
     for count in range(2 * MOST):
         try:
-            stack.enter_context(held.holding(asker_of((None, scope)), size_of(LONGEST)))
+            stack.enter_context(held.holding(requester_of((None, scope)), size_of(LONGEST)))
         except Busy:
             return count
     raise AssertionError
@@ -35,11 +35,11 @@ def test_askers_cannot_fill_the_share_of_the_owner_nor_all_of_that_of_others() -
     with ExitStack() as stack:
         counts = [held_by(held, stack, scope) for scope in ("a key", "another", "third")]
         own = held_by(held, stack, "")
-        door = held_by(held, stack, OWNERS + "door")
+        api_server = held_by(held, stack, OWNERS + "api")
 
     assert counts[0] == own == MOST
     assert counts[0] > counts[1] > counts[2] > 0
-    assert door == 0  # the owner, too
+    assert api_server == 0  # the owner, too
 
 
 def test_what_ends_is_free_again() -> None:

@@ -358,7 +358,7 @@ def test_the_ring_learns_which_peer_asks(world: World, is_client: bool) -> None:
         router.receive(OTHER, Generate(ASK, request_to_json(REQUEST)), is_client=is_client)
 
     world.run(story)
-    assert world.rings[ME].askers == [None, OTHER]
+    assert world.rings[ME].requesters == [None, OTHER]
 
 
 @pytest.mark.parametrize("is_client", [True, False])

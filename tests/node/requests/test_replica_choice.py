@@ -14,8 +14,8 @@ from meshllm.node.requests.replica_choice import (
     MARGIN,
     MAX_KNOWN,
     MAX_TIMED,
+    AttemptHistory,
     ReplicaChoice,
-    Tried,
     _beginning,
     step_ms,
 )
@@ -43,14 +43,16 @@ def test_requests_that_begin_alike_go_to_the_same_ring() -> None:
         second = Request(turns=(*first.turns, answer, user("and then?")))
         long = Request(raw="x" * 300 + str(number))
         ids = Request(ids=(number, 2, 3))
-        assert choice.choose(RINGS, first, Tried()) == choice.choose(RINGS[::-1], second, Tried())
-        assert choice.choose(RINGS, long, Tried()) == choice.choose(
-            RINGS, Request(raw="x" * 300), Tried()
+        assert choice.choose(RINGS, first, AttemptHistory()) == choice.choose(
+            RINGS[::-1], second, AttemptHistory()
         )
-        assert choice.choose(RINGS, ids, Tried()) == choice.choose(
-            RINGS[1:] + RINGS[:1], ids, Tried()
+        assert choice.choose(RINGS, long, AttemptHistory()) == choice.choose(
+            RINGS, Request(raw="x" * 300), AttemptHistory()
         )
-        assert choice.choose(RINGS, Request(turns=(answer,)), Tried()) in RINGS
+        assert choice.choose(RINGS, ids, AttemptHistory()) == choice.choose(
+            RINGS[1:] + RINGS[:1], ids, AttemptHistory()
+        )
+        assert choice.choose(RINGS, Request(turns=(answer,)), AttemptHistory()) in RINGS
 
 
 def test_requests_of_one_affinity_go_to_the_same_ring() -> None:
@@ -58,15 +60,18 @@ def test_requests_of_one_affinity_go_to_the_same_ring() -> None:
     asked = [Request(raw=f"{number}", affinity="manual.pdf") for number in range(20)]
     scoped = [Request(raw="a", affinity=f"{number}", scope="key") for number in range(20)]
 
-    assert len({choice.choose(RINGS, each, Tried()) for each in asked}) == 1
-    assert {choice.choose(RINGS, each, Tried()) for each in scoped} == {*RINGS}
+    assert len({choice.choose(RINGS, each, AttemptHistory()) for each in asked}) == 1
+    assert {choice.choose(RINGS, each, AttemptHistory()) for each in scoped} == {*RINGS}
     assert _beginning(scoped[0]) != _beginning(replace(scoped[0], scope="of another key"))
 
 
 def test_nodes_choose_alike_while_all_rings_are_idle() -> None:
     for number in range(20):
         request = Request(raw=f"{number}, please")
-        chosen = {ReplicaChoice().choose(rings, request, Tried()) for rings in (RINGS, RINGS[::-1])}
+        chosen = {
+            ReplicaChoice().choose(rings, request, AttemptHistory())
+            for rings in (RINGS, RINGS[::-1])
+        }
         assert len(chosen) == 1
 
 
@@ -77,12 +82,12 @@ def test_new_chats_go_to_the_least_busy_ring_and_stay_where_they_went() -> None:
 
     with ExitStack() as stack:
         for request in requests:
-            chosen.append(choice.choose(RINGS, request, Tried()))
-            stack.enter_context(choice.asking(chosen[-1], Tried()))
+            chosen.append(choice.choose(RINGS, request, AttemptHistory()))
+            stack.enter_context(choice.asking(chosen[-1], AttemptHistory()))
 
     assert {*Counter(chosen).values()} == {10}
     later = [Request(turns=(*each.turns, *each.turns)) for each in requests]
-    assert [choice.choose(RINGS, each, Tried()) for each in later] == chosen
+    assert [choice.choose(RINGS, each, AttemptHistory()) for each in later] == chosen
 
 
 class Clock:
@@ -100,9 +105,9 @@ def spread(choice: ReplicaChoice, chats: int, model: str = "", begin: str = "") 
     with ExitStack() as stack:
         for number in range(chats):
             request = Request(raw=f"{begin}{number}", model=model)
-            entry = choice.choose(RINGS, request, Tried())
+            entry = choice.choose(RINGS, request, AttemptHistory())
             counts[entry] += 1
-            stack.enter_context(choice.asking(entry, Tried()))
+            stack.enter_context(choice.asking(entry, AttemptHistory()))
     return [counts[each] for each in RINGS]
 
 
@@ -118,7 +123,7 @@ def test_a_ring_gets_as_many_new_chats_as_it_is_fast() -> None:
 def choose_in(
     rings: Mapping[RingEntry, tuple[NodeId, ...]], choice: ReplicaChoice, request: Request
 ) -> RingEntry:
-    return choice.choose(list(rings), request, Tried(), rings.__getitem__)
+    return choice.choose(list(rings), request, AttemptHistory(), rings.__getitem__)
 
 
 def test_the_requests_of_a_node_that_is_in_two_rings_count_for_both() -> None:
@@ -128,7 +133,7 @@ def test_the_requests_of_a_node_that_is_in_two_rings_count_for_both() -> None:
         for number in range(24):
             entry = choose_in(rings, choice, Request(raw=str(number)))
             counts[entry] += 1
-            stack.enter_context(choice.asking(entry, Tried()))
+            stack.enter_context(choice.asking(entry, AttemptHistory()))
 
     assert counts == {A: 6, B: 6, C: 12}
 
@@ -139,10 +144,10 @@ def test_a_chat_leaves_a_ring_with_many_more_of_its_own_though_both_have_a_node(
     first = choose_in(rings, choice, request)
     with ExitStack() as stack:
         for _ in range(MARGIN - 1):
-            stack.enter_context(choice.asking(first, Tried()))
+            stack.enter_context(choice.asking(first, AttemptHistory()))
         assert choose_in(rings, choice, request) == first
 
-        stack.enter_context(choice.asking(first, Tried()))
+        stack.enter_context(choice.asking(first, AttemptHistory()))
 
         assert choose_in(rings, choice, request) != first
 
@@ -189,31 +194,31 @@ def test_no_time_that_an_entry_tells_gets_it_all_chats(step_time: float) -> None
 
 def test_a_chat_stays_at_a_slow_ring_that_has_its_beginning() -> None:
     choice, request = ReplicaChoice(Clock()), Request(raw="hello")
-    first = choice.choose(RINGS, request, Tried())
+    first = choice.choose(RINGS, request, AttemptHistory())
     for entry in RINGS:
         choice.note(entry, "", 40.0 if entry == first else 10.0)
 
     with ExitStack() as stack:
         for _ in range(MARGIN):
-            assert choice.choose(RINGS, request, Tried()) == first
-            stack.enter_context(choice.asking(first, Tried()))
-        assert choice.choose(RINGS, request, Tried()) != first
+            assert choice.choose(RINGS, request, AttemptHistory()) == first
+            stack.enter_context(choice.asking(first, AttemptHistory()))
+        assert choice.choose(RINGS, request, AttemptHistory()) != first
 
 
 @pytest.mark.parametrize("queue", [-MIN_SESSIONS, -1, 0, 1, MARGIN, 3 * MARGIN])
 def test_a_chat_stays_longer_where_all_rings_are_busy(queue: int) -> None:
     choice, request = ReplicaChoice(Clock()), Request(raw="hello")
-    first = choice.choose(RINGS, request, Tried())
+    first = choice.choose(RINGS, request, AttemptHistory())
     others = MIN_SESSIONS + queue
     stays = others + MARGIN + max(0, queue) // 2  # fewer requests than its ring has
     with ExitStack() as stack:
         for entry in RINGS:
             for _ in range(stays - 1 if entry == first else others):
-                stack.enter_context(choice.asking(entry, Tried()))
-        assert choice.choose(RINGS, request, Tried()) == first
+                stack.enter_context(choice.asking(entry, AttemptHistory()))
+        assert choice.choose(RINGS, request, AttemptHistory()) == first
 
-        stack.enter_context(choice.asking(first, Tried()))
-        assert choice.choose(RINGS, request, Tried()) != first
+        stack.enter_context(choice.asking(first, AttemptHistory()))
+        assert choice.choose(RINGS, request, AttemptHistory()) != first
 
 
 def timed(steps: Mapping[RingEntry, float]) -> ReplicaChoice:
@@ -248,36 +253,38 @@ def test_a_request_with_a_deadline_goes_to_rings_that_are_fast_enough(
 ) -> None:
     choice, asked = timed(steps), [due(deadline_ms, f"{number}") for number in range(40)]
 
-    assert {choice.choose(RINGS, each, Tried()) for each in asked} == taken
+    assert {choice.choose(RINGS, each, AttemptHistory()) for each in asked} == taken
 
 
 def test_every_ring_is_fast_enough_for_no_tokens() -> None:
     choice = timed({A: 10.0, B: 14.0, C: 12.0})
     asked = [replace(due(1, f"{number}"), max_tokens=0) for number in range(40)]
 
-    assert {choice.choose(RINGS, each, Tried()) for each in asked} == {A, B, C}
+    assert {choice.choose(RINGS, each, AttemptHistory()) for each in asked} == {A, B, C}
 
 
 def test_a_chat_with_a_deadline_leaves_only_a_ring_that_is_too_slow() -> None:
     choice, asked = ReplicaChoice(Clock()), due(0)
-    first = choice.choose(RINGS, asked, Tried())
+    first = choice.choose(RINGS, asked, AttemptHistory())
     for entry in RINGS:
         choice.note(entry, "", 14.0 if entry == first else 10.0)
 
-    assert choice.choose(RINGS, due(1400), Tried()) == first
-    moved = choice.choose(RINGS, due(1399), Tried())
+    assert choice.choose(RINGS, due(1400), AttemptHistory()) == first
+    moved = choice.choose(RINGS, due(1399), AttemptHistory())
     assert moved != first
-    assert choice.choose(RINGS, due(1399), Tried()) == moved
-    assert choice.choose(RINGS, asked, Tried()) == moved  # its cache has the beginning, too
+    assert choice.choose(RINGS, due(1399), AttemptHistory()) == moved
+    assert (
+        choice.choose(RINGS, asked, AttemptHistory()) == moved
+    )  # its cache has the beginning, too
 
 
 def test_the_rings_that_are_fast_enough_share_the_requests_with_a_deadline() -> None:
     choice, counts = timed({A: 10.0, B: 14.0, C: 40.0}), Counter[RingEntry]()
     with ExitStack() as stack:
         for number in range(2 * MIN_SESSIONS):
-            entry = choice.choose(RINGS, due(1500, f"{number}"), Tried())
+            entry = choice.choose(RINGS, due(1500, f"{number}"), AttemptHistory())
             counts[entry] += 1
-            stack.enter_context(choice.asking(entry, Tried()))
+            stack.enter_context(choice.asking(entry, AttemptHistory()))
 
     assert counts == {A: MIN_SESSIONS, B: MIN_SESSIONS}
 
@@ -286,15 +293,15 @@ def test_a_ring_in_which_a_request_would_wait_is_not_as_fast() -> None:
     choice, rings = timed({A: 10.0, B: 19.0}), (A, B)
     with ExitStack() as stack:
         for entry in (*[A] * MIN_SESSIONS, *[B] * (MIN_SESSIONS - 1)):
-            stack.enter_context(choice.asking(entry, Tried()))
+            stack.enter_context(choice.asking(entry, AttemptHistory()))
 
-        assert choice.choose(rings, due(0, "a"), Tried()) == A
-        assert choice.choose(rings, due(1900, "b"), Tried()) == B
-        assert choice.choose(rings, due(2000, "c"), Tried()) == A
+        assert choice.choose(rings, due(0, "a"), AttemptHistory()) == A
+        assert choice.choose(rings, due(1900, "b"), AttemptHistory()) == B
+        assert choice.choose(rings, due(2000, "c"), AttemptHistory()) == A
 
 
 def test_a_ring_that_is_fast_enough_but_failed_is_avoided() -> None:
-    choice, tried = timed({A: 10.0, B: 30.0}), Tried(failed=[A])
+    choice, tried = timed({A: 10.0, B: 30.0}), AttemptHistory(failed=[A])
 
     assert choice.choose((A, B), due(1000), tried) == B
 
@@ -311,21 +318,21 @@ def test_the_times_of_few_rings_are_kept() -> None:
 
 def test_a_chat_that_moved_stays_where_it_moved_to() -> None:
     choice, request = ReplicaChoice(), Request(raw="hello")
-    first = choice.choose(RINGS, request, Tried())
+    first = choice.choose(RINGS, request, AttemptHistory())
     with ExitStack() as stack:
         for _ in range(MARGIN):
-            stack.enter_context(choice.asking(first, Tried()))
-        second = choice.choose(RINGS, request, Tried())
+            stack.enter_context(choice.asking(first, AttemptHistory()))
+        second = choice.choose(RINGS, request, AttemptHistory())
 
     assert second != first
-    assert choice.choose(RINGS, request, Tried()) == second
+    assert choice.choose(RINGS, request, AttemptHistory()) == second
 
 
 def test_the_oldest_beginning_is_forgotten() -> None:
     choice = ReplicaChoice()
     requests = [Request(raw=str(number)) for number in range(MAX_KNOWN + 1)]
     for each in requests:
-        choice.choose(RINGS, each, Tried())
+        choice.choose(RINGS, each, AttemptHistory())
 
     assert len(choice._known) == MAX_KNOWN
     assert _beginning(requests[0]) not in choice._known
@@ -335,16 +342,16 @@ def test_the_oldest_beginning_is_forgotten() -> None:
 def test_the_same_question_to_two_models_stays_where_each_went() -> None:
     choice, others = ReplicaChoice(), (RingEntry(node(5)), RingEntry(node(6)))
     one, two = (Request(raw="hello", model=name) for name in ("one", "two"))
-    first = choice.choose(RINGS, one, Tried())
+    first = choice.choose(RINGS, one, AttemptHistory())
     with ExitStack() as stack:
         for _ in range(MARGIN):
-            stack.enter_context(choice.asking(first, Tried()))
-        moved = choice.choose(RINGS, one, Tried())
+            stack.enter_context(choice.asking(first, AttemptHistory()))
+        moved = choice.choose(RINGS, one, AttemptHistory())
 
-    choice.choose(others, two, Tried())
+    choice.choose(others, two, AttemptHistory())
 
     assert moved != first
-    assert choice.choose(RINGS, one, Tried()) == moved
+    assert choice.choose(RINGS, one, AttemptHistory()) == moved
 
 
 def test_beginnings_are_spread_and_a_ring_that_goes_moves_only_its_share() -> None:
@@ -352,8 +359,8 @@ def test_beginnings_are_spread_and_a_ring_that_goes_moves_only_its_share() -> No
     requests = [Request(raw=f"{number}, please") for number in range(300)]
     rings = [RingEntry(node(number)) for number in range(1, 5)]
 
-    before = [choice.choose(rings, each, Tried()) for each in requests]
-    after = [choice.choose(rings[1:], each, Tried()) for each in requests]
+    before = [choice.choose(rings, each, AttemptHistory()) for each in requests]
+    after = [choice.choose(rings[1:], each, AttemptHistory()) for each in requests]
 
     assert min(Counter(before).values()) > 40
     moved = [old for old, new in zip(before, after, strict=True) if old != new]
@@ -362,26 +369,28 @@ def test_beginnings_are_spread_and_a_ring_that_goes_moves_only_its_share() -> No
 
 def test_a_ring_that_is_busier_by_a_margin_is_passed_over() -> None:
     choice, request = ReplicaChoice(), Request(raw="hello")
-    first = choice.choose(RINGS, request, Tried())
+    first = choice.choose(RINGS, request, AttemptHistory())
 
     with ExitStack() as stack:
         for _ in range(MARGIN - 1):
-            stack.enter_context(choice.asking(first, Tried()))
-        assert choice.choose(RINGS, request, Tried()) == first
-        stack.enter_context(choice.asking(first, Tried()))
-        second = choice.choose(RINGS, request, Tried())
+            stack.enter_context(choice.asking(first, AttemptHistory()))
+        assert choice.choose(RINGS, request, AttemptHistory()) == first
+        stack.enter_context(choice.asking(first, AttemptHistory()))
+        second = choice.choose(RINGS, request, AttemptHistory())
         assert second != first
-        assert choice.choose((first,), request, Tried()) == first
+        assert choice.choose((first,), request, AttemptHistory()) == first
         for _ in range(MARGIN):
-            stack.enter_context(choice.asking(second, Tried()))
+            stack.enter_context(choice.asking(second, AttemptHistory()))
         (third,) = {*RINGS} - {first, second}
-        assert choice.choose(RINGS, request, Tried()) == third
-        stack.enter_context(choice.asking(third, Tried()))
-        assert choice.choose(RINGS, request, Tried()) == third  # busier by less than the margin
+        assert choice.choose(RINGS, request, AttemptHistory()) == third
+        stack.enter_context(choice.asking(third, AttemptHistory()))
+        assert (
+            choice.choose(RINGS, request, AttemptHistory()) == third
+        )  # busier by less than the margin
 
 
 def test_the_ring_that_failed_last_is_avoided_while_there_is_another() -> None:
-    choice, request, tried = ReplicaChoice(), Request(raw="hello"), Tried()
+    choice, request, tried = ReplicaChoice(), Request(raw="hello"), AttemptHistory()
     first = choice.choose(RINGS, request, tried)
 
     with pytest.raises(LinkLost), choice.asking(first, tried):
@@ -393,7 +402,7 @@ def test_the_ring_that_failed_last_is_avoided_while_there_is_another() -> None:
 
 
 def test_each_ring_is_tried_before_one_is_tried_again() -> None:
-    choice, request, tried = ReplicaChoice(), Request(raw="hello"), Tried()
+    choice, request, tried = ReplicaChoice(), Request(raw="hello"), AttemptHistory()
 
     for _ in RINGS:
         entry = choice.choose(RINGS, request, tried)
@@ -408,19 +417,21 @@ def test_each_ring_is_tried_before_one_is_tried_again() -> None:
 
 
 def test_rings_of_one_entry_are_chosen_counted_and_tried_each_for_itself() -> None:
-    choice, tried = ReplicaChoice(Clock()), Tried()
+    choice, tried = ReplicaChoice(Clock()), AttemptHistory()
     rings = tuple(RingEntry(A.node, group) for group in (FIRST_GROUP, GroupId(b"x" * 9)))
     counts = Counter[RingEntry]()
     with ExitStack() as stack:
         for number in range(24):
-            entry = choice.choose(rings, Request(raw=str(number)), Tried())
+            entry = choice.choose(rings, Request(raw=str(number)), AttemptHistory())
             counts[entry] += 1
-            stack.enter_context(choice.asking(entry, Tried()))
+            stack.enter_context(choice.asking(entry, AttemptHistory()))
     assert counts == dict.fromkeys(rings, 12)
 
     choice.note(rings[0], "", 10.0)
     choice.note(rings[1], "", 30.0)
-    slow = Counter(choice.choose(rings, Request(raw=f"x{number}"), Tried()) for number in range(9))
+    slow = Counter(
+        choice.choose(rings, Request(raw=f"x{number}"), AttemptHistory()) for number in range(9)
+    )
     assert slow == {rings[0]: 9}
 
     with pytest.raises(LinkLost), choice.asking(rings[0], tried):
@@ -433,6 +444,6 @@ def test_beginnings_are_spread_over_rings_of_one_entry() -> None:
     rings = [RingEntry(A.node, GroupId(bytes([number]) * 9)) for number in range(3)]
     requests = [Request(raw=f"{number}, please") for number in range(300)]
 
-    chosen = Counter(ReplicaChoice().choose(rings, each, Tried()) for each in requests)
+    chosen = Counter(ReplicaChoice().choose(rings, each, AttemptHistory()) for each in requests)
 
     assert min(chosen[each] for each in rings) > 60

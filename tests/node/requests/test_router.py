@@ -25,7 +25,7 @@ from meshllm.errors import (
 from meshllm.names import FIRST_GROUP, GroupId, LossCause, NodeId, RingEntry, Span, short, show
 from meshllm.node.requests.held_bytes import MAX_HELD_BYTES, size_of
 from meshllm.node.requests.peer_requests import MAX_FORWARDED
-from meshllm.node.requests.replica_choice import ReplicaChoice, Tried
+from meshllm.node.requests.replica_choice import AttemptHistory, ReplicaChoice
 from meshllm.node.requests.request_json import REQUEST_BYTES, request_to_json
 from meshllm.node.requests.router import MAX_WAITING, QUIET_S, RING_S
 from meshllm.node.requests.waits import WAITING_S
@@ -125,7 +125,7 @@ def test_a_client_cannot_choose_the_scope_of_another(world: World) -> None:
     router = world.add(ME, FakeRing(attempts=[answer() for _ in range(5)]))
 
     async def story() -> None:
-        await all_of(router, replace(REQUEST, scope="of a key"))  # from this node's door
+        await all_of(router, replace(REQUEST, scope="of a key"))  # from this node's API server
         for peer, scope in ((OTHER, ""), (OTHER, "of a key"), (ENTRY, "of a key"), (OTHER, "")):
             request = Generate(ASK, request_to_json(replace(REQUEST, scope=scope)))
             router.receive(peer, request, is_client=True)
@@ -1268,7 +1268,7 @@ TWINS: dict[str, tuple[NodeId, ...]] = {"fox": (ENTRY, OTHER)}
 
 def first_choice() -> NodeId:
     """Return the entry of the ring that an idle node chooses for `FOX`."""
-    return ReplicaChoice().choose(list(map(RingEntry, TWINS["fox"])), FOX, Tried()).node
+    return ReplicaChoice().choose(list(map(RingEntry, TWINS["fox"])), FOX, AttemptHistory()).node
 
 
 @pytest.mark.parametrize("cut", [0, 1, 3])
@@ -1417,7 +1417,7 @@ def test_who_asks_an_ingress_cannot_choose_the_ring(world: World) -> None:
     named = replace(FOX, group=FIRST_GROUP.hex())
 
     async def story() -> None:
-        await all_of(router, named)  # from this node's door
+        await all_of(router, named)  # from this node's API server
         router.receive(THIRD, Generate(ASK, request_to_json(named)), is_client=True)
         await asyncio.sleep(1)
         await all_of(router, replace(named, model="dog"))

@@ -7,7 +7,7 @@ from contextlib import aclosing
 import pytest
 
 from meshllm.errors import Busy
-from meshllm.node.requests.waits import WAITING_S, telling_waits
+from meshllm.node.requests.waits import WAITING_S, with_wait_events
 from meshllm.request import Event, Piece, Waiting
 from meshllm.testing.clock import run_virtual
 
@@ -37,7 +37,7 @@ def told(answer: Answer, reasons: Sequence[str]) -> list[Event]:
     left = list(reasons)
 
     async def story() -> list[Event]:
-        return [each async for each in telling_waits(answer.events(), lambda: left.pop(0))]
+        return [each async for each in with_wait_events(answer.events(), lambda: left.pop(0))]
 
     found = run_virtual(story())
     assert (left, answer.is_closed) == ([], True)
@@ -73,7 +73,7 @@ def test_who_leaves_ends_the_answer() -> None:
     answer = Answer(9 * WAITING_S)
 
     async def story() -> None:
-        async with aclosing(telling_waits(answer.events(), lambda: "it loads")) as events:
+        async with aclosing(with_wait_events(answer.events(), lambda: "it loads")) as events:
             assert await anext(events) == Waiting("it loads")
         assert answer.is_closed
 

@@ -72,4 +72,4 @@ async def model(llama: Path) -> ModelRuntime:
 def divided_head(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the last rank hold a part of an LM head however small that is."""
     monkeypatch.setattr(head, "LEAST", 1)
-    monkeypatch.setattr(head, "LEAST_OUTPUTS", 1)
+    monkeypatch.setattr(head, "MIN_OUTPUTS", 1)

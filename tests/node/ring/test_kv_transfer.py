@@ -17,14 +17,14 @@ from meshllm.model.split.session_cache import SessionCache
 from meshllm.names import Digest, NodeId, SessionId, Span
 from meshllm.node.compute.worker import Worker
 from meshllm.node.ring import kv_transfer
-from meshllm.node.ring.kv_transfer import BLOCK_ROWS, FEW_ROWS, MOST_RECEIVED, KvReceiver, KvSender
+from meshllm.node.ring.kv_transfer import BLOCK_ROWS, FEW_ROWS, MAX_RECEIVED, KvReceiver, KvSender
 from meshllm.node.session.wire import sealed
 from meshllm.protocol.session.blob import seal, session_key
 from meshllm.protocol.session.codec import decode, encode
 from meshllm.protocol.session.messages import (
-    Beat,
     Buffer,
     DType,
+    Heartbeat,
     KvOffer,
     KvRows,
     Message,
@@ -189,7 +189,7 @@ def test_a_session_that_goes_on_is_sent_until_few_rows_are_left(more: int) -> No
 
     is_more = more >= FEW_ROWS
     assert (sent > 20) is is_more
-    assert peer.offers == (kv_transfer.MOST_PASSES + 1 if is_more else 2)
+    assert peer.offers == (kv_transfer.MAX_PASSES + 1 if is_more else 2)
 
 
 def test_what_ends_while_it_is_sent_is_left() -> None:
@@ -303,7 +303,7 @@ def test_time_between_two_passes_does_not_slow_the_link_down(
 
 
 def test_another_answer_than_an_offer_breaks_the_rules() -> None:
-    peer = Peer(answers=[Beat(1, 0, 0)])
+    peer = Peer(answers=[Heartbeat(1, 0, 0)])
 
     with pytest.raises(PeerFault, match="No answer to an offer"):
         send(Rank({ONE: cache_of(4)}), peer)
@@ -385,7 +385,7 @@ BROKEN = replace(rows(), blob=replace(rows().blob, payload=bytes(len(rows().blob
         ([rows(4)], "KvRows instead of"),
         ([rows(2, split=0)], "KvRows instead of"),
         ([rows(LAST)], "KvRows instead of"),
-        ([Beat(1, 0, 0)], "Beat instead of"),
+        ([Heartbeat(1, 0, 0)], "Beat instead of"),
         ([rows(2, 1)], "at 1 behind 0"),
         ([rows(2), rows(2)], "at 0 behind 4"),
         ([rows(2), rows(2, 5)], "at 5 behind 4"),
@@ -420,9 +420,9 @@ def test_values_that_are_not_finite_are_refused() -> None:
     ("messages", "room", "taken"),
     [
         (
-            [rows(session=SessionId(bytes([at]) * 16)) for at in range(MOST_RECEIVED + 3)],
+            [rows(session=SessionId(bytes([at]) * 16)) for at in range(MAX_RECEIVED + 3)],
             1 << 23,
-            MOST_RECEIVED,
+            MAX_RECEIVED,
         ),
         ([rows(2, 4 * at) for at in range(99)], rows_for(1) * ROW, 1),
         ([rows(2), rows(3)], rows_for(1) * ROW, 1),

@@ -21,7 +21,7 @@ from meshllm.protocol.planning.chunking import RankTimes, RingTimes, usual_pace
 from meshllm.protocol.planning.plan import Ends, LinkSpeed, Plan, PlanStage
 from meshllm.protocol.ring.hang import FIRST_S, HANG_S
 from meshllm.protocol.session.codec import MAX_ROWS
-from meshllm.protocol.session.stage import MAX_PENDING, MOST_PATIENCE_S
+from meshllm.protocol.session.stage import MAX_PATIENCE_S, MAX_PENDING
 from meshllm.testing.clock import InlineExecutor
 from meshllm.transport.contract import MAX_MESSAGE_BYTES
 from tests.builders.offers import A, B, C, offer
@@ -190,8 +190,8 @@ async def test_a_fast_ring_does_not_wait_long_for_rows_that_a_rank_swallows(
     )
 
     assert model.pace(3, 10, 0, fast).patience_s == FIRST_S + HANG_S
-    assert model.pace(3, 10, 0, slow).patience_s == MOST_PATIENCE_S
-    assert model.pace(3, 10, 0, None).patience_s == MOST_PATIENCE_S
+    assert model.pace(3, 10, 0, slow).patience_s == MAX_PATIENCE_S
+    assert model.pace(3, 10, 0, None).patience_s == MAX_PATIENCE_S
 
 
 async def test_without_chunked_prefill_a_prompt_goes_whole(

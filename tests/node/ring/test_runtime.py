@@ -13,7 +13,7 @@ from meshllm.model.shape import workspace_bytes
 from meshllm.names import GroupId, SessionId
 from meshllm.node.ring import runtime
 from meshllm.node.ring.idle_links import IdleLink
-from meshllm.node.ring.runtime import TOLD_S, RingRuntime
+from meshllm.node.ring.runtime import RECORD_PROPAGATION_S, RingRuntime
 from meshllm.node.ring.shape import reserved_bytes
 from meshllm.node.ring.span_loader import LoadedSpan, RankPart, SpanLoader
 from meshllm.node.session.entry import EntryNode
@@ -27,18 +27,18 @@ from meshllm.protocol.session.blob import seal, session_key
 from meshllm.protocol.session.codec import MAX_ROWS, encode
 from meshllm.protocol.session.link import SILENCE
 from meshllm.protocol.session.messages import (
-    Beat,
     Data,
     DType,
     Fault,
     FaultCode,
     Flags,
     Forward,
+    Heartbeat,
     Hello,
     Message,
 )
 from meshllm.protocol.session.stage import Compute
-from meshllm.protocol.session.waiting import WaitingRoom
+from meshllm.protocol.session.waiting import RowQueueLimits
 from meshllm.protocol.trust.handshake import Features
 from meshllm.request import Sampling
 from meshllm.testing.clock import run_virtual
@@ -101,7 +101,7 @@ def test_the_prefill_pace_follows_the_latest_times(world: World) -> None:
 def test_steps_of_answers_show_how_fast_the_layers_are(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("LEAST_S", "WINDOW_S"):
+    for name in ("MIN_S", "WINDOW_S"):
         monkeypatch.setattr(slowdown, name, 0.0)
     monkeypatch.setattr(slowdown, "WINDOW_STEPS", 1)
 
@@ -166,7 +166,7 @@ def rooms_of(*ranks: EntryNode | StageNode) -> list[list[int]]:
 def test_every_rank_has_the_room_for_rows_that_the_plan_counts(world: World) -> None:
     async def main() -> None:
         async with serving_both(world) as (a, b, entry, stage):
-            room = WaitingRoom(64 * 4)
+            room = RowQueueLimits(64 * 4)
             shape = a.runtime._model.shape
 
             assert entry.waiting_room == stage.waiting_room == room.total
@@ -183,7 +183,7 @@ def test_what_waits_to_be_sent_and_the_rows_of_a_stage_share_its_room(world: Wor
     async def main() -> None:
         async with serving_both(world) as (_, _, _, stage):
             link = stage._neighbours._next
-            rows = WaitingRoom(64 * 4).max_waiting
+            rows = RowQueueLimits(64 * 4).max_waiting
             session, other = (SessionId(bytes([number]) * 16) for number in (1, 2))
             blob = seal(session_key(session), DType.FLOAT32, (1, 4, 64), bytes(4 * 64 * 4))
             data = Data(session, stage._machine.epoch, 0, 0, 4, Flags.PREFILL, blob)
@@ -212,9 +212,9 @@ def test_a_ring_goes_on_with_other_rooms_of_which_the_entry_never_uses_more_than
                 for place in (a, b):
                     place.room = room
                     place.runtime.resize()
-                await asyncio.sleep(TOLD_S / 2)
+                await asyncio.sleep(RECORD_PROPAGATION_S / 2)
                 seen.append(rooms_of(*ranks))
-                await asyncio.sleep(TOLD_S)
+                await asyncio.sleep(RECORD_PROPAGATION_S)
                 assert rooms_of(*ranks) == [[room, room], [room]]
                 assert await tokens(a) == text
 
@@ -234,9 +234,9 @@ def test_rooms_that_change_again_while_a_rank_waits_are_used_too(world: World) -
                 for place in (a, b):
                     place.room = first // divisor
                     place.runtime.resize()
-                await asyncio.sleep(TOLD_S / 4)
+                await asyncio.sleep(RECORD_PROPAGATION_S / 4)
             assert rooms_of(entry, stage) == [[first // 8] * 2, [first]]
-            await asyncio.sleep(3 * TOLD_S)
+            await asyncio.sleep(3 * RECORD_PROPAGATION_S)
             assert rooms_of(entry, stage) == [[first // 4] * 2, [first // 4]]
             assert (a.broken, b.broken) == ([], [])
 
@@ -263,7 +263,7 @@ def test_a_stage_with_less_memory_frees_finished_sessions_at_once(world: World) 
 def test_a_ring_forms_again_with_less_memory_than_its_answers_need(
     world: World, which: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runtime, "TOLD_S", 0.1)
+    monkeypatch.setattr(runtime, "RECORD_PROPAGATION_S", 0.1)
 
     async def main() -> None:
         async with serving_both(world) as (*places, entry, stage):
@@ -456,7 +456,8 @@ HELLO = Hello(B, 1, BOTH.digest)
 
 
 @pytest.mark.parametrize(
-    "first", [None, Hello(C, 1, BOTH.digest), Hello(B, 0, BOTH.digest), Beat(1, 0, 0), b"noise"]
+    "first",
+    [None, Hello(C, 1, BOTH.digest), Hello(B, 0, BOTH.digest), Heartbeat(1, 0, 0), b"noise"],
 )
 def test_an_invalid_link_is_closed(world: World, first: Message | bytes | None) -> None:
     async def main() -> None:

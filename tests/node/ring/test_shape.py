@@ -10,7 +10,7 @@ from meshllm.model.shape import ModelShape, workspace_bytes
 from meshllm.node.ring.shape import plan_shape, reserved_bytes, waiting_room
 from meshllm.protocol.planning.plan import Links
 from meshllm.protocol.planning.policies import make_plan
-from meshllm.protocol.planning.problem import HEADROOM_PERCENT, kv_rooms
+from meshllm.protocol.planning.problem import HEADROOM_PERCENT, kv_capacities
 from tests.builders.offers import A, B, C, offer
 from tests.builders.sized_shapes import qwen3_sized
 
@@ -61,7 +61,7 @@ def test_weights_caches_and_rows_that_wait_fit_into_what_each_node_offers(
     ]
 
     plan = make_plan(offers, Links(), sizes, policy="proportional")
-    rooms = kv_rooms(plan, offers, sizes)
+    rooms = kv_capacities(plan, offers, sizes)
 
     given = {each.node: each for each in offers}
     for rank, (stage, kv) in enumerate(zip(plan.stages, rooms, strict=True)):

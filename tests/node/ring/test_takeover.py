@@ -19,7 +19,7 @@ from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.node.ring.span_loader import LoadedSpan
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.session.messages import Resume, SessionMessage
-from meshllm.protocol.session.pace import Pace
+from meshllm.protocol.session.pace import PrefillPacing
 from meshllm.protocol.session.stage import Action, Stage
 from meshllm.testing.clock import run_virtual
 from tests.builders.offers import A, B, C, D
@@ -209,7 +209,9 @@ def test_the_rest_of_a_prompt_is_read_in_the_chunks_of_the_first_ring(
         return prefill(self, x, cache, rows)
 
     monkeypatch.setattr(Runner, "prefill", noted)
-    monkeypatch.setattr(ModelRuntime, "pace", lambda _, ring, *__: Pace(chunk=12 // ring, window=2))
+    monkeypatch.setattr(
+        ModelRuntime, "pace", lambda _, ring, *__: PrefillPacing(chunk=12 // ring, window=2)
+    )
 
     async def main() -> None:
         async with World(llama).serving(A, B, C) as places:

@@ -23,7 +23,7 @@ from meshllm.node.session.wire import opened, sealed
 from meshllm.protocol.drafting.drafter import Drafting
 from meshllm.protocol.drafting.window import StepTimes
 from meshllm.protocol.kv_cache.admission import QUANTUM, SHORT_ANSWER
-from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget, Room
+from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget, KvCapacity
 from meshllm.protocol.kv_cache.prefix_index import RESUME_S, PrefixIndex
 from meshllm.protocol.kv_cache.prefix_matching import MIN_SHARED, PrefixCache
 from meshllm.protocol.session.actions import Embed, Emit
@@ -37,13 +37,13 @@ from meshllm.protocol.session.messages import (
     FaultCode,
     Flags,
     Gap,
+    JobTimes,
     Malformed,
+    RankStats,
     Resume,
     SessionMessage,
-    Spent,
-    Tally,
 )
-from meshllm.protocol.session.pace import Pace
+from meshllm.protocol.session.pace import PrefillPacing
 from meshllm.protocol.session.speculation import Speculation
 from meshllm.request import FinishReason, Prefilled, Resumable, Sampling, Waiting
 from tests.builders.session import (
@@ -57,7 +57,7 @@ from tests.builders.session import (
 EPOCH = 4
 CONTEXT = 400
 GONE = LinkLost("the next rank is gone")
-TALLY = Tally(Spent(1000, 0, 0), 1, 100, 50)
+TALLY = RankStats(JobTimes(1000, 0, 0), 1, 100, 50)
 LONG = tuple(range(MIN_SHARED + 4))
 
 
@@ -144,7 +144,7 @@ async def running(
     hidden: Callable[[Tensor], Tensor] = lambda tokens: tokens[..., None].float()  # noqa: E731
     form = RowFormat(1, torch.float32)
     layers = CountingLayers(hidden if ring > 1 else next_token, row_format=form)
-    rooms = [Room(blocks * BLOCK, lambda tokens: (tokens, 0))] * ring
+    rooms = [KvCapacity(blocks * BLOCK, lambda tokens: (tokens, 0))] * ring
     index = PrefixIndex(KvBudget(rooms), None if keeps else 0, resumes=resumes)
     head = cast("Runner", StepHead()) if ring > 1 else None
     node = EntryNode(
@@ -152,7 +152,7 @@ async def running(
         EntryConfig(
             ring=ring,
             epoch=EPOCH,
-            pace=lambda _tokens, _others: Pace(chunk=4),
+            pace=lambda _tokens, _others: PrefillPacing(chunk=4),
             max_sessions=sessions,
             max_crop=None,
             prefixes=PrefixCache[SessionCache](index, None),
@@ -245,7 +245,7 @@ async def test_a_generation_waits_until_another_has_left() -> None:
         assert ids(rest) == [9, 10, 11]
 
 
-@pytest.mark.parametrize("who", [{"asker": NodeId(b"o" * 32)}, {"scope": "a key"}])
+@pytest.mark.parametrize("who", [{"requester": NodeId(b"o" * 32)}, {"scope": "a key"}])
 async def test_the_owner_does_not_wait_behind_the_requests_of_others(who: dict[str, Any]) -> None:
     async with running(sessions=1) as entry:
         first = entry.node.generate(order())
@@ -271,7 +271,7 @@ async def test_keys_of_another_node_take_turns() -> None:
         first = entry.node.generate(order())
         await entry.read(first, 1)
         one = replace(order(7, 8, tokens=300), take_token=lambda token: token > 9)
-        burst = replace(one, asker=NodeId(b"o" * 32), scope="a key")
+        burst = replace(one, requester=NodeId(b"o" * 32), scope="a key")
         many = [entry.node.generate(burst) for _ in range(2)]
         waiting = [asyncio.ensure_future(anext(each)) for each in many]
         await entry.settle()
@@ -458,7 +458,7 @@ async def test_a_cache_that_is_taken_over_is_charged_with_all_that_it_has_room_f
 
 async def test_a_cache_is_not_taken_over_if_it_has_no_room_to_grow() -> None:
     async with running(ring=2, keeps=True) as entry:
-        growing = Room(3 * BLOCK + BLOCK // 2, lambda tokens: (tokens, tokens // 2))
+        growing = KvCapacity(3 * BLOCK + BLOCK // 2, lambda tokens: (tokens, tokens // 2))
         entry.node.budget.rooms = [growing, growing]
         await entry.read(entry.node.generate(order(*range(200), tokens=100)), 999)  # 2 blocks
         other = entry.node.generate(order(500, 501, tokens=50))  # one, so that all is used

@@ -16,7 +16,6 @@ from meshllm.protocol.session.blob import seal, session_key
 from meshllm.protocol.session.codec import MAX_POSITION, decode, encode
 from meshllm.protocol.session.link import BEAT, MAX_MALFORMED, SILENCE, NeighbourLink
 from meshllm.protocol.session.messages import (
-    Beat,
     Cancel,
     Close,
     Data,
@@ -25,6 +24,7 @@ from meshllm.protocol.session.messages import (
     Flags,
     Forward,
     Gap,
+    Heartbeat,
     Hello,
     Malformed,
     Message,
@@ -88,7 +88,7 @@ def test_messages_go_both_ways_after_a_hello() -> None:
         ours, theirs = await pair()
         peer, delivered = ring_link_on(ours), list[Delivered]()
         peer.post(Forward(CANCEL))
-        await say(theirs, Hello(THEIRS, 1, PLAN), Beat(1, 0, 0), GAP)
+        await say(theirs, Hello(THEIRS, 1, PLAN), Heartbeat(1, 0, 0), GAP)
         running = asyncio.create_task(peer.run(delivered.append))
         await asyncio.sleep(1)
         await theirs.send([b""])  # ends the link: no message is that short
@@ -100,7 +100,7 @@ def test_messages_go_both_ways_after_a_hello() -> None:
     assert delivered == [GAP]
     assert heard[0] == Hello(OURS, 1, PLAN)
     assert CANCEL in heard
-    assert any(isinstance(message, Beat) for message in heard)
+    assert any(isinstance(message, Heartbeat) for message in heard)
     assert isinstance(reason, PeerFault)
 
 
@@ -134,7 +134,7 @@ def test_only_a_neighbour_of_the_same_plan_is_blamed_for_what_it_sends() -> None
         assert isinstance(await running, PeerFault)
         return len(faults)
 
-    assert run_virtual(story(Hello(THEIRS, 1, PLAN), Beat(1, 0, 0))) == 1
+    assert run_virtual(story(Hello(THEIRS, 1, PLAN), Heartbeat(1, 0, 0))) == 1
     assert run_virtual(story(Hello(THEIRS, 2, PLAN))) == 0  # not this one's plan, or not yet
 
 
@@ -147,7 +147,7 @@ async def delivered_of(
     running = asyncio.create_task(
         ring_link_on(ours, lambda: faults.append(None)).run(delivered.append)
     )
-    await say(theirs, Hello(THEIRS, 1, PLAN), *([Beat(1, 0, 0)] if is_met else []))
+    await say(theirs, Hello(THEIRS, 1, PLAN), *([Heartbeat(1, 0, 0)] if is_met else []))
     with suppress(LinkLost):
         await say(theirs, *messages)
     await asyncio.sleep(0.1)
@@ -190,7 +190,7 @@ def test_a_neighbour_is_not_blamed_for_what_was_altered_on_the_way() -> None:
         faults = list[None]()
         peer = ring_link_on(Altered(ours), lambda: faults.append(None))
         running = asyncio.create_task(peer.run(lambda _: None))
-        await say(theirs, Hello(THEIRS, 1, PLAN), Beat(1, 0, 0))
+        await say(theirs, Hello(THEIRS, 1, PLAN), Heartbeat(1, 0, 0))
         await theirs.send([b""])
         assert isinstance(await running, PeerFault)
         return len(faults)
@@ -223,7 +223,7 @@ def test_session_messages_wait_for_the_handshake() -> None:
 
     heard = run_virtual(story())
 
-    assert {type(message) for message in heard} == {Hello, Beat}
+    assert {type(message) for message in heard} == {Hello, Heartbeat}
 
 
 def test_a_message_leaves_at_once_if_the_queues_are_empty_else_in_order() -> None:
@@ -231,11 +231,11 @@ def test_a_message_leaves_at_once_if_the_queues_are_empty_else_in_order() -> Non
         ours, theirs = await pair()
         peer, sent = ring_link_on(ours), []
         running = asyncio.create_task(peer.run(lambda _: None))
-        await say(theirs, Hello(THEIRS, 1, PLAN), Beat(1, 0, 0))
+        await say(theirs, Hello(THEIRS, 1, PLAN), Heartbeat(1, 0, 0))
         await asyncio.sleep(0.1)
         peer.post(Forward(CANCEL))
         sent.append(ours.statistics.messages_sent)
-        peer._add(peer._own, Beat(7, 0, 0))  # the link's own: sent before all others
+        peer._add(peer._own, Heartbeat(7, 0, 0))  # the link's own: sent before all others
         peer.post(Forward(GAP))
         sent.append(ours.statistics.messages_sent)
         peer.post(Forward(CANCEL))
@@ -249,7 +249,7 @@ def test_a_message_leaves_at_once_if_the_queues_are_empty_else_in_order() -> Non
     sent, heard = run_virtual(story())
 
     assert sent == [3, 3, 3]  # a Hello, a Beat and the first message
-    assert heard[2:] == [CANCEL, Beat(7, 0, 0), GAP, CANCEL]
+    assert heard[2:] == [CANCEL, Heartbeat(7, 0, 0), GAP, CANCEL]
 
 
 def test_a_failed_offer_ends_the_link_and_not_its_caller() -> None:
@@ -257,7 +257,7 @@ def test_a_failed_offer_ends_the_link_and_not_its_caller() -> None:
         ours, theirs = await pair()
         peer = ring_link_on(ours)
         running = asyncio.create_task(peer.run(lambda _: None))
-        await say(theirs, Hello(THEIRS, 1, PLAN), Beat(1, 0, 0))
+        await say(theirs, Hello(THEIRS, 1, PLAN), Heartbeat(1, 0, 0))
         await asyncio.sleep(0.1)
 
         def refuse(*_: object) -> bool:
@@ -287,7 +287,7 @@ def test_a_neighbour_that_stops_reading_is_lost_too() -> None:
     async def story() -> MeshError:
         ours, theirs = await pair()
         peer = ring_link_on(ours)
-        await say(theirs, Hello(THEIRS, 1, PLAN), Beat(1, 0, 0))
+        await say(theirs, Hello(THEIRS, 1, PLAN), Heartbeat(1, 0, 0))
         for _ in range(QUEUE_MESSAGES + 9):  # more than the link buffers
             peer.post(Forward(CANCEL))
         return await peer.run(lambda _: None)
@@ -299,13 +299,13 @@ def test_beats_do_not_pile_up_before_a_neighbour_that_does_not_read() -> None:
     async def story() -> tuple[int, bool]:
         ours, theirs = await pair()
         peer = ring_link_on(ours)
-        await say(theirs, Hello(THEIRS, 1, PLAN), Beat(1, 0, 0))
+        await say(theirs, Hello(THEIRS, 1, PLAN), Heartbeat(1, 0, 0))
         for _ in range(QUEUE_MESSAGES + 9):
             peer.post(Forward(CANCEL))
         running = asyncio.create_task(peer.run(lambda _: None))
         for stamp in range(2, 60):
             await asyncio.sleep(0.5)
-            await say(theirs, Beat(stamp, 0, 0))
+            await say(theirs, Heartbeat(stamp, 0, 0))
         alive = not running.done()
         running.cancel()
         return len(peer._own), alive
@@ -326,7 +326,7 @@ def test_what_a_neighbour_does_not_read_is_bounded(
         ours, theirs = await pair()
         peer = ring_link_on(ours)
         running = asyncio.create_task(peer.run(lambda _: None))
-        await say(theirs, Hello(THEIRS, 1, PLAN), Beat(1, 0, 0))
+        await say(theirs, Hello(THEIRS, 1, PLAN), Heartbeat(1, 0, 0))
         await asyncio.sleep(0.1)
         alive = False
         for number in range(count):
@@ -351,7 +351,7 @@ def test_what_the_rank_holds_leaves_less_room_for_messages_that_wait(held: int, 
         peer = ring_link_on(ours)
         peer.share(64 << 20, lambda: held)
         running = asyncio.create_task(peer.run(lambda _: None))
-        await say(theirs, Hello(THEIRS, 1, PLAN), Beat(1, 0, 0))
+        await say(theirs, Hello(THEIRS, 1, PLAN), Heartbeat(1, 0, 0))
         await asyncio.sleep(0.1)
         for number in range(20):  # of 2 MiB
             peer.post(Forward(rows(number)))
@@ -372,7 +372,7 @@ def test_a_link_on_which_too_much_has_waited_ends_even_if_the_neighbour_reads_ag
         ours, theirs = await pair()
         peer = ring_link_on(ours)
         running = asyncio.create_task(peer.run(lambda _: None))
-        await say(theirs, Hello(THEIRS, 1, PLAN), Beat(1, 0, 0))
+        await say(theirs, Hello(THEIRS, 1, PLAN), Heartbeat(1, 0, 0))
         await asyncio.sleep(0.1)
         for number in range(QUEUE_MESSAGES + 40):
             peer.post(Forward(rows(number)))
@@ -398,13 +398,13 @@ def test_rows_that_the_next_rank_would_drop_are_not_sent() -> None:
         peer.post(Forward(CANCEL))  # of gen 2
         peer.post(Forward(Close(other, 1)))
         running = asyncio.create_task(peer.run(lambda _: None))
-        await say(theirs, Hello(THEIRS, 1, PLAN), Beat(1, 0, 0))
+        await say(theirs, Hello(THEIRS, 1, PLAN), Heartbeat(1, 0, 0))
         await asyncio.sleep(0.1)
         assert peer.queued_bytes == 0
         running.cancel()
         return await hear(theirs)
 
-    heard = [each for each in run_virtual(story()) if not isinstance(each, Hello | Beat)]
+    heard = [each for each in run_virtual(story()) if not isinstance(each, Hello | Heartbeat)]
 
     assert heard == [CANCEL, Close(other, 1), replace(rows(2), gen=2)]
 
@@ -419,7 +419,7 @@ def test_messages_that_are_sent_do_not_count_as_waiting(monkeypatch: pytest.Monk
         await say(theirs, Hello(THEIRS, 1, PLAN))
         heard = asyncio.create_task(hear(theirs))
         for stamp in range(1, 20):
-            await say(theirs, Beat(stamp, 0, 0))
+            await say(theirs, Heartbeat(stamp, 0, 0))
             await asyncio.sleep(0.5)
             for _ in range(2):  # the second one is queued
                 peer.post(Forward(CANCEL))

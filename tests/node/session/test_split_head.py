@@ -203,7 +203,7 @@ async def test_the_compute_thread_is_free_while_an_answer_travels(
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Split the head of a tiny model, and wait for answers as for a slow one."""
     monkeypatch.setattr(head, "LEAST", 1)
-    monkeypatch.setattr(head, "LEAST_OUTPUTS", 1)
+    monkeypatch.setattr(head, "MIN_OUTPUTS", 1)
     monkeypatch.setattr(control, "PATIENCE", 1e6)
     monkeypatch.setattr(control, "LONGEST_S", 60.0)
     monkeypatch.setattr(control, "UNASKED", 1)

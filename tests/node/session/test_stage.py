@@ -19,7 +19,7 @@ from meshllm.node.compute.worker import Worker
 from meshllm.node.session.ring_link import Neighbours
 from meshllm.node.session.stage import StageNode
 from meshllm.node.session.wire import opened, sealed
-from meshllm.protocol.kv_cache.budget import KvBudget, Room
+from meshllm.protocol.kv_cache.budget import KvBudget, KvCapacity
 from meshllm.protocol.kv_cache.prefix_index import PrefixIndex
 from meshllm.protocol.session.blob import session_key
 from meshllm.protocol.session.messages import (
@@ -92,7 +92,7 @@ async def serving(*, rank: int = 1, head: CountingLayers | None = None) -> Async
         HeldExecutor(),
     )
     kept: dict[SessionId, SessionCache] = {}
-    budget = KvBudget([Room(1 << 20, lambda tokens: (tokens, 0))])
+    budget = KvBudget([KvCapacity(1 << 20, lambda tokens: (tokens, 0))])
     node = StageNode(
         Stage(rank, 3, epoch=EPOCH, context=64, index=PrefixIndex(budget)),
         cast("SpanRunner", layers),

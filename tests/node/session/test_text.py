@@ -99,18 +99,18 @@ def pieces_of(events: list[Event]) -> list[Piece]:
 
 
 async def test_the_entry_learns_who_asks(ring: LocalRing, monkeypatch: pytest.MonkeyPatch) -> None:
-    asker, orders, generate = NodeId(b"o" * 32), list[GenerationRequest](), ring.entry.generate
+    requester, orders, generate = NodeId(b"o" * 32), list[GenerationRequest](), ring.entry.generate
 
     def record(order: GenerationRequest) -> AsyncGenerator[Output, None]:
         orders.append(order)
         return generate(order)
 
     monkeypatch.setattr(ring.entry, "generate", record)
-    backend = RingBackend(ring.entry, ring.worker, await ring.model.text(), ring.plan, asker)
+    backend = RingBackend(ring.entry, ring.worker, await ring.model.text(), ring.plan, requester)
 
     _ = [event async for event in backend.generate(ASKED)]
 
-    assert [order.asker for order in orders] == [asker]
+    assert [order.requester for order in orders] == [requester]
 
 
 @pytest.mark.parametrize("embeds", [False, True])

@@ -42,7 +42,7 @@ ANY = "quic://127.0.0.1:0"
 LONG_S = 120.0  # longer than anything here takes on a busy machine
 
 
-class Local(QuicTransport):
+class LocalAddressPolicy(QuicTransport):
     """Listens on a free port of 127.0.0.1 by default, and is patient where somebody listens.
 
     UDP does not always report a closed port, so that only a deadline ends a dial to one.
@@ -82,7 +82,7 @@ async def linked(
 
 @pytest.mark.timeout(600)  # it computes for ten seconds
 async def test_quic_implements_the_contract() -> None:
-    await check_transport(Local, Terms(deadline_s=LONG_S))
+    await check_transport(LocalAddressPolicy, Terms(deadline_s=LONG_S))
 
 
 async def test_a_message_is_sent_within_the_call_that_offers_it() -> None:

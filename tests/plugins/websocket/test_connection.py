@@ -91,7 +91,7 @@ async def test_a_peer_that_reads_little_by_little_delays_the_end_only_for_a_whil
     left = count(1_000_000, -1)
     monkeypatch.setattr(connection, "CLOSE_WAIT_S", 0.05)
     monkeypatch.setattr(linger, "STALL_S", 0.02)
-    monkeypatch.setattr(linger, "MOST_S", 0.1)
+    monkeypatch.setattr(linger, "MAX_S", 0.1)
     async with linked() as (one, other):
         assert isinstance(other._wire, connection.WebsocketConnection)
         assert isinstance(one._wire, connection.WebsocketConnection)

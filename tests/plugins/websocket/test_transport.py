@@ -27,7 +27,7 @@ from tests.builders.websocket import ANY, linked
 pytestmark = pytest.mark.socket
 
 
-class Local(WebsocketTransport):
+class LocalAddressPolicy(WebsocketTransport):
     """Listens on a free port of 127.0.0.1 by default."""
 
     @asynccontextmanager
@@ -64,7 +64,7 @@ async def proxy(
 
 
 async def test_websocket_implements_the_contract() -> None:
-    await check_transport(Local, Terms(settle_s=0.05, deadline_s=120.0))
+    await check_transport(LocalAddressPolicy, Terms(settle_s=0.05, deadline_s=120.0))
 
 
 async def test_messages_that_are_offered_together_are_one_write() -> None:
@@ -139,7 +139,7 @@ async def test_what_no_other_port_would_cure_is_said(monkeypatch: pytest.MonkeyP
 
 
 async def test_a_port_in_use_is_one_line_with_a_hint() -> None:
-    async with Local().listen() as listener:
+    async with LocalAddressPolicy().listen() as listener:
         with pytest.raises(UserError) as caught:
             async with WebsocketTransport().listen(listener.address):
                 pass

@@ -8,7 +8,7 @@ from meshllm.names import GroupId, NodeId, Span, short
 from meshllm.protocol.agreement.advice import advise
 from meshllm.protocol.agreement.agreement import agree
 from meshllm.protocol.agreement.best_plan import nodes_of
-from meshllm.protocol.membership.charter import Yielding
+from meshllm.protocol.membership.charter import OverridableTerm
 from meshllm.protocol.membership.records import Lifecycle, Profile, StateRecord
 from meshllm.protocol.planning.plan import MAX_EPOCH, Ends, Plan, PlanStage, Standby
 from meshllm.protocol.planning.policies import POLICIES
@@ -545,7 +545,7 @@ def test_a_changed_constraint_is_applied_once_no_session_is_hurt() -> None:
 
 
 def test_a_ring_that_ignores_the_exclusions_of_a_member_is_kept() -> None:
-    agreed = replace(charter(), exclude=(A, B, C), yields=(Yielding("exclude", C, ()),))
+    agreed = replace(charter(), exclude=(A, B, C), yields=(OverridableTerm("exclude", C, ()),))
     world = World(THREE.profiles, agreed)
     followed = world.follow(world.agree())
 
@@ -557,7 +557,7 @@ def test_a_ring_that_ignores_the_exclusions_of_a_member_is_kept() -> None:
 
 
 def test_a_lost_node_is_replaced_by_one_that_a_member_excluded() -> None:
-    agreed = replace(charter(), exclude=(B,), yields=(Yielding("exclude", C, ()),))
+    agreed = replace(charter(), exclude=(B,), yields=(OverridableTerm("exclude", C, ()),))
     world = World({A: profile(4), B: profile(4)}, agreed)
     followed = world.follow(world.agree())
 

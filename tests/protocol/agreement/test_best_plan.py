@@ -8,7 +8,7 @@ import pytest
 from meshllm.names import Span, short
 from meshllm.protocol.agreement.advice import advise
 from meshllm.protocol.agreement.agreement import agree
-from meshllm.protocol.membership.charter import Yielding
+from meshllm.protocol.membership.charter import OverridableTerm
 from tests.builders.agreements import ALONE, THREE, planned, ring, standbys
 from tests.builders.offers import A, B, C, D, node, spans
 from tests.builders.snapshots import World, charter, profile
@@ -67,17 +67,17 @@ def test_the_ring_has_at_most_the_requested_members() -> None:
 @pytest.mark.parametrize(
     ("changes", "yields", "names"),
     [
-        ({"exclude": (A, B, C)}, (Yielding("exclude", C, ()),), "`--exclude` of `{}`"),
-        ({"members": 1}, (Yielding("members", C, None),), "`--members` of `{}`"),
+        ({"exclude": (A, B, C)}, (OverridableTerm("exclude", C, ()),), "`--exclude` of `{}`"),
+        ({"members": 1}, (OverridableTerm("members", C, None),), "`--members` of `{}`"),
         (
             {"exclude": (B, C, D), "members": 1},
-            (Yielding("exclude", C, (D,)), Yielding("members", C, None)),
+            (OverridableTerm("exclude", C, (D,)), OverridableTerm("members", C, None)),
             "`--exclude` of `{}` and `--members` of `{}`",
         ),
     ],
 )
 def test_a_term_of_a_member_that_leaves_no_ring_yields_to_the_founders(
-    changes: dict[str, Any], yields: tuple[Yielding, ...], names: str
+    changes: dict[str, Any], yields: tuple[OverridableTerm, ...], names: str
 ) -> None:
     agreed = replace(charter(), **changes)
     world = World(THREE.profiles, agreed)
@@ -91,7 +91,7 @@ def test_a_term_of_a_member_that_leaves_no_ring_yields_to_the_founders(
 
 
 def test_a_node_that_the_founder_excludes_is_not_said_to_be_excluded_by_a_member() -> None:
-    agreed = replace(charter(), exclude=(A, B, C), yields=(Yielding("exclude", C, (B,)),))
+    agreed = replace(charter(), exclude=(A, B, C), yields=(OverridableTerm("exclude", C, (B,)),))
 
     agreement = World({A: profile(4), B: profile(4)}, agreed).agree()
     bound = World({**THREE.profiles, D: profile(4)}, agreed).agree()
@@ -103,7 +103,7 @@ def test_a_node_that_the_founder_excludes_is_not_said_to_be_excluded_by_a_member
 
 
 def test_an_exclusion_of_a_member_holds_where_a_ring_is_possible() -> None:
-    agreed = replace(charter(), exclude=(A,), yields=(Yielding("exclude", C, ()),))
+    agreed = replace(charter(), exclude=(A,), yields=(OverridableTerm("exclude", C, ()),))
 
     agreement = World({A: profile(4), B: profile(4)}, agreed).agree()
 
@@ -113,7 +113,7 @@ def test_an_exclusion_of_a_member_holds_where_a_ring_is_possible() -> None:
 
 
 def test_no_term_of_a_member_helps_where_the_founder_leaves_no_ring() -> None:
-    agreed = replace(charter(), exclude=(A, B, C), yields=(Yielding("exclude", C, (A, B)),))
+    agreed = replace(charter(), exclude=(A, B, C), yields=(OverridableTerm("exclude", C, (A, B)),))
 
     agreement = World(THREE.profiles, agreed).agree()
 

@@ -3,7 +3,7 @@
 import pytest
 
 from meshllm.names import NodeId, Span
-from meshllm.protocol.agreement.continuity import MOST_SPARE, MOST_TRIED, continuations
+from meshllm.protocol.agreement.continuity import MAX_SPARE, MAX_TRIED, continuations
 from meshllm.protocol.planning.plan import Ends, Plan, PlanStage
 from tests.builders.offers import A, B, C, D, node
 
@@ -87,11 +87,11 @@ def test_without_a_loss_or_survivors_there_is_none(staying: set[NodeId]) -> None
 def test_each_of_several_gaps_may_go_to_both_sides() -> None:
     seven = plan_of(*((node(200 + at), f"{4 * at}:{4 * at + 4}") for at in range(7)))
     staying = {stage.node for stage in seven.stages[::2]}
-    spare = [node(100 + number) for number in range(MOST_SPARE)]
+    spare = [node(100 + number) for number in range(MAX_SPARE)]
 
     plans = [*continuations(seven, staying, spare)]
 
-    assert len(plans) <= MOST_TRIED
+    assert len(plans) <= MAX_TRIED
     heirs = {(stage.node, layer) for plan in plans for stage in plan for layer in layers_of(stage)}
     for gap in (1, 3, 5):
         whole = range(4 * gap, 4 * gap + 4)
@@ -104,8 +104,8 @@ def layers_of(stage: PlanStage) -> range:
 
 def test_few_plans_are_tried() -> None:
     spare = [node(100 + number) for number in range(10)]
-    assert len([*continuations(THREE, {A, B}, spare)]) == 1 + MOST_SPARE
+    assert len([*continuations(THREE, {A, B}, spare)]) == 1 + MAX_SPARE
 
     long = plan_of(*((node(200 + at), f"{at}:{at + 1}") for at in range(16)))
     odd = {stage.node for stage in long.stages[1::2]}
-    assert len([*continuations(long, odd, spare)]) <= MOST_TRIED
+    assert len([*continuations(long, odd, spare)]) <= MAX_TRIED

@@ -8,7 +8,7 @@ import pytest
 
 from meshllm.names import FIRST_GROUP, GroupId, Quant, Span
 from meshllm.protocol.agreement.agreement import agree
-from meshllm.protocol.agreement.filling import Filling
+from meshllm.protocol.agreement.filling import GroupAssigner
 from meshllm.protocol.agreement.grouping import (
     agree_on_ring,
     assign,
@@ -24,7 +24,7 @@ from meshllm.protocol.agreement.groups import (
     groups_of,
     plans_in_force,
 )
-from meshllm.protocol.membership.charter import Yielding
+from meshllm.protocol.membership.charter import OverridableTerm
 from meshllm.protocol.membership.records import RingMembership
 from meshllm.protocol.planning.plan import Ends
 from meshllm.protocol.planning.problem import least_memory
@@ -79,13 +79,13 @@ def test_groups_that_take_a_node_from_each_other_in_turn_stop(
     first, other = (group.id for group in groups_of(mesh.charter))
     fills = list[GroupId]()
 
-    def take(self: Filling, number: int, *, strict: bool) -> None:
+    def take(self: GroupAssigner, number: int, *, strict: bool) -> None:
         if strict and not number:
             self.place[NODES[0]] = other if self.place[NODES[0]] == first else first
             fills.append(self.place[NODES[0]])
             assert len(fills) < 9, "it goes on without end"
 
-    monkeypatch.setattr(Filling, "fill", take)
+    monkeypatch.setattr(GroupAssigner, "fill", take)
     grouped = group_nodes(mesh.view())
 
     assert grouped[NODES[0]].first == fills[-1]
@@ -100,7 +100,7 @@ def test_a_node_that_fetches_weights_keeps_its_place_and_no_other_node_takes_it(
 
 
 def test_exclusions_of_a_member_hold_where_the_groups_are_complete_with_them() -> None:
-    free = (Yielding("exclude", C, ()),)
+    free = (OverridableTerm("exclude", C, ()),)
     charter = mesh_of(model(1, 4), model(2, 4), exclude=(A,), yields=free)
 
     assert assign(view_of(charter, {A: 4, B: 4, C: 4})) == {
@@ -108,9 +108,9 @@ def test_exclusions_of_a_member_hold_where_the_groups_are_complete_with_them() -
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("yields", [(), (Yielding("exclude", NODES[1], ()),)])
+@pytest.mark.parametrize("yields", [(), (OverridableTerm("exclude", NODES[1], ()),)])
 def test_exclusions_of_a_member_hold_where_they_leave_a_later_replica_without_nodes(
-    yields: tuple[Yielding, ...],
+    yields: tuple[OverridableTerm, ...],
 ) -> None:
     mesh = settled({0: 1600, 1: 1600}, served_model(1, 12, replicas=2))
     first, replica = ids_of(mesh)
@@ -130,7 +130,7 @@ def test_no_later_replica_is_made_of_nodes_that_a_member_excludes() -> None:
     (there,) = (node for node, part in mesh.parts.items() if part.first == replica)
 
     mesh.charter = replace(
-        mesh.charter, exclude=(there,), yields=(Yielding("exclude", min(NODES), ()),)
+        mesh.charter, exclude=(there,), yields=(OverridableTerm("exclude", min(NODES), ()),)
     )
     del mesh.followed[there, replica]  # it has restarted
     mesh.settle()
@@ -143,7 +143,7 @@ def test_no_later_replica_is_made_of_nodes_that_a_member_excludes() -> None:
 
 
 def test_exclusions_of_a_member_yield_for_the_models_that_need_it_alone() -> None:
-    free = (Yielding("exclude", C, ()),)
+    free = (OverridableTerm("exclude", C, ()),)
     charter = mesh_of(model(1, 4), model(2, 9), model(3, 4), exclude=(A,), yields=free)
     first, large, last = (group(charter, number) for number in (1, 2, 3))
 
@@ -160,7 +160,7 @@ def test_a_node_that_no_member_excludes_does_not_move_between_rings_of_excluded_
     mesh = settled({0: 1600, 1: 1600, 2: 200}, served_model(1, 11), served_model(2, 12))
     served = mesh.served()
     assert len(served) == 2
-    exclude, yields = (NODES[0], NODES[1]), (Yielding("exclude", NODES[2], ()),)
+    exclude, yields = (NODES[0], NODES[1]), (OverridableTerm("exclude", NODES[2], ()),)
     models = [replace(each, exclude=exclude, yields=yields) for each in mesh.charter.models]
 
     mesh.charter = replace(mesh.charter, exclude=exclude, yields=yields, models=tuple(models))
@@ -170,7 +170,7 @@ def test_a_node_that_no_member_excludes_does_not_move_between_rings_of_excluded_
 
 
 def test_a_member_does_not_leave_a_model_without_nodes() -> None:
-    free = (Yielding("exclude", C, ()),)
+    free = (OverridableTerm("exclude", C, ()),)
     charter = mesh_of(model(1, 4), model(2, 4), exclude=(A, B), yields=free)
 
     found = assign(view_of(charter, {A: 4, B: 4}))

@@ -2,9 +2,9 @@
 
 import pytest
 
-from meshllm.protocol.agreement.load_estimate import LEAST_S, MOST_S, PastLoad, retry_s
+from meshllm.protocol.agreement.load_estimate import MAX_S, MIN_S, PastModelLoad, retry_s
 
-MINUTE = PastLoad(10_000, 60.0)
+MINUTE = PastModelLoad(10_000, 60.0)
 
 
 @pytest.mark.parametrize(
@@ -16,10 +16,10 @@ MINUTE = PastLoad(10_000, 60.0)
         (30.0, 10_000, None, 30),
         (90.0, 10_000, MINUTE, 90),
         (30.0, 0, MINUTE, 30),
-        (0.0, 0, None, LEAST_S),
-        (59.9, 10_000, MINUTE, LEAST_S),
-        (30.0, 1 << 50, MINUTE, MOST_S),
-        (1e9, 0, None, MOST_S),
+        (0.0, 0, None, MIN_S),
+        (59.9, 10_000, MINUTE, MIN_S),
+        (30.0, 1 << 50, MINUTE, MAX_S),
+        (1e9, 0, None, MAX_S),
     ],
     ids=[
         "as the last one", "twice as large", "rounded up", "no load is known", "it takes longer",
@@ -27,7 +27,7 @@ MINUTE = PastLoad(10_000, 60.0)
     ],
 )  # fmt: skip
 def test_a_load_takes_as_long_as_the_last_one_else_the_wait_doubles(
-    loading_s: float, span_bytes: int, last: PastLoad | None, told_s: int
+    loading_s: float, span_bytes: int, last: PastModelLoad | None, told_s: int
 ) -> None:
     assert retry_s(loading_s, loading_s, span_bytes, last) == told_s
 

@@ -15,8 +15,8 @@ from meshllm.protocol.kv_cache.admission import (
     SHORT_ANSWER,
     SHORT_ROOM,
     Admission,
-    asker_of,
-    turn_of,
+    queue_key_of,
+    requester_of,
 )
 from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget
 from meshllm.protocol.kv_cache.prefix_scope import OWN, OWNERS, PrefixScope
@@ -207,16 +207,16 @@ def by_deficit_round_robin(asked: dict[str, list[int]]) -> list[str]:
 @pytest.mark.parametrize("seed", range(20))
 def test_turns_are_those_of_deficit_round_robin(seed: int) -> None:
     random = Random(seed)
-    entry, askers = Admission(KvBudget([]), most=1), dict[SessionId, str]()
+    entry, requesters = Admission(KvBudget([]), most=1), dict[SessionId, str]()
     entry.ask(A, 1, NOW)
     asked = {who: random.choices(range(1, 5 * QUANTUM), k=random.randint(1, 4)) for who in "abcd"}
     for who, lengths in asked.items():
         for number, tokens in enumerate(lengths):
             session = SessionId(f"{who}{number}".encode() * 8)
-            askers[session] = who
+            requesters[session] = who
             entry.ask(session, tokens, NOW, who)
 
-    started = [askers[session] for session in order_of(entry, A)]
+    started = [requesters[session] for session in order_of(entry, A)]
 
     assert started == by_deficit_round_robin(asked)
 
@@ -311,11 +311,11 @@ def test_an_asker_leaves_places_of_the_queue_to_the_next_one() -> None:
     entry.ask(A, 1, NOW, GREEDY)
     asked: Counter[NodeId | str] = Counter()
 
-    for asker in (GREEDY, MODEST, "a key"):
+    for requester in (GREEDY, MODEST, "a key"):
         with suppress(Busy):
             for number in range(9):
-                entry.ask(SessionId(f"{asker!r} {number}".encode()), 1, NOW, asker)
-                asked[asker] += 1
+                entry.ask(SessionId(f"{requester!r} {number}".encode()), 1, NOW, requester)
+                asked[requester] += 1
 
     assert asked == {GREEDY: 4, MODEST: 2, "a key": 1}
 
@@ -386,13 +386,13 @@ def test_the_place_is_left_for_a_while_after_the_owner(ends: str) -> None:
         assert entry.ask(D, 1, until, MODEST) == [C]
 
 
-@pytest.mark.parametrize(("asker", "idle_at"), [(None, NOW + OWNER_S), (GREEDY, NOW)])
+@pytest.mark.parametrize(("requester", "idle_at"), [(None, NOW + OWNER_S), (GREEDY, NOW)])
 def test_it_is_idle_when_none_runs_or_waits_and_no_place_is_left(
-    asker: NodeId | None, idle_at: float
+    requester: NodeId | None, idle_at: float
 ) -> None:
     entry = admission(most=1)
-    entry.ask(A, 1, NOW, asker)
-    entry.ask(B, 1, NOW, asker)
+    entry.ask(A, 1, NOW, requester)
+    entry.ask(B, 1, NOW, requester)
     assert not entry.is_idle(idle_at)
 
     entry.leave(A, NOW)
@@ -400,11 +400,11 @@ def test_it_is_idle_when_none_runs_or_waits_and_no_place_is_left(
     entry.leave(B, NOW)
 
     assert entry.is_idle(idle_at)
-    assert entry.is_idle(idle_at - 1) == (asker is not None)
+    assert entry.is_idle(idle_at - 1) == (requester is not None)
 
 
 @pytest.mark.parametrize(
-    ("scope", "asker"),
+    ("scope", "requester"),
     [
         (OWN, None),
         ((None, OWNERS + "door"), None),
@@ -415,9 +415,9 @@ def test_it_is_idle_when_none_runs_or_waits_and_no_place_is_left(
     ],
 )
 def test_a_key_takes_turns_of_its_own_and_a_node_those_of_all_who_ask_it(
-    scope: PrefixScope, asker: NodeId | str | None
+    scope: PrefixScope, requester: NodeId | str | None
 ) -> None:
-    assert asker_of(scope) == asker
+    assert requester_of(scope) == requester
 
 
 def test_one_whose_turn_it_is_is_not_overtaken_until_it_fits() -> None:
@@ -440,12 +440,12 @@ def lengthen(entry: Admission, session: SessionId) -> list[SessionId]:
     return entry.grow(session, THOUGHT, NOW) if session in first else first
 
 
-def thoughts(entry: Admission, count: int, asker: str | None = GREEDY_KEY) -> list[SessionId]:
+def thoughts(entry: Admission, count: int, requester: str | None = GREEDY_KEY) -> list[SessionId]:
     """Ask for answers that become long once they have started; return those that go on."""
     started, going = set[SessionId](), list[SessionId]()
     for number in range(count):
-        session = SessionId(f"{asker} {number:2}".encode().ljust(16))
-        begun = entry.ask(session, THOUGHT, NOW, asker, answer=THOUGHT)
+        session = SessionId(f"{requester} {number:2}".encode().ljust(16))
+        begun = entry.ask(session, THOUGHT, NOW, requester, answer=THOUGHT)
         while begun:
             if (one := begun.pop()) in started:
                 going.append(one)
@@ -713,8 +713,8 @@ def test_a_paused_answer_that_has_ended_needs_no_room() -> None:
 def test_who_has_written_more_waits_longer() -> None:
     entry = Admission(KvBudget([]), 1)
     entry.ask(A, THOUGHT, NOW, GREEDY, answer=THOUGHT)
-    for session, asker in ((B, GREEDY), (C, MODEST)):
-        entry.ask(session, 1, NOW, asker)
+    for session, requester in ((B, GREEDY), (C, MODEST)):
+        entry.ask(session, 1, NOW, requester)
     entry.grow(A, 2 * QUANTUM, NOW)
     entry.grow(A, 3 * QUANTUM, NOW)
 
@@ -731,10 +731,10 @@ class Answers:
         self.going: set[SessionId] = set()
         self.ended: set[SessionId] = set()
 
-    def ask(self, prompt: int, length: int, most: int, asker: str | None, now: float) -> None:
+    def ask(self, prompt: int, length: int, most: int, requester: str | None, now: float) -> None:
         session = SessionId(len(self.asked).to_bytes(16, "big"))
         self.asked[session] = prompt + length, prompt + most
-        self.going.update(self.entry.ask(session, prompt + most, now, asker, answer=most))
+        self.going.update(self.entry.ask(session, prompt + most, now, requester, answer=most))
 
     def step(self, session: SessionId, now: float) -> None:
         """Write all that there is room for; then end, or ask for more room."""
@@ -757,8 +757,8 @@ def test_every_answer_ends_however_long_it_gets(seed: int) -> None:
     for _ in range(40):
         prompt = random.choice((1, 8 * BLOCK))
         most = min(random.choice((1, SHORT_ANSWER, THOUGHT)), budget.tokens - prompt)
-        asker = random.choice((None, "a", "b", "c"))
-        answers.ask(prompt, random.choice((1, most // 2 + 1, most)), most, asker, now)
+        requester = random.choice((None, "a", "b", "c"))
+        answers.ask(prompt, random.choice((1, most // 2 + 1, most)), most, requester, now)
         while random.random() < 0.7:
             now += 1
             answers.step(random.choice(sorted(answers.going)), now)
@@ -773,6 +773,6 @@ def test_every_answer_ends_however_long_it_gets(seed: int) -> None:
 def test_who_asks_at_another_node_takes_its_turns_by_name() -> None:
     node = NodeId(b"n" * 32)
 
-    assert turn_of((node, "key")) == (node, "key")
-    assert turn_of((None, "key")) == ("key", "")
-    assert turn_of((None, "")) == (None, "")
+    assert queue_key_of((node, "key")) == (node, "key")
+    assert queue_key_of((None, "key")) == ("key", "")
+    assert queue_key_of((None, "")) == (None, "")

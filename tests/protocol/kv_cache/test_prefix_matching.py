@@ -3,7 +3,7 @@
 import pytest
 
 from meshllm.names import NodeId, SessionId, Span
-from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget, Room
+from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget, KvCapacity
 from meshllm.protocol.kv_cache.prefix_index import (
     IDLE_S,
     RESUME_S,
@@ -20,7 +20,7 @@ MORE = (91, 92, 93)
 
 
 def index(blocks: int = 9) -> PrefixIndex:
-    return PrefixIndex(KvBudget([Room(blocks * BLOCK, lambda tokens: (tokens, 0))]))
+    return PrefixIndex(KvBudget([KvCapacity(blocks * BLOCK, lambda tokens: (tokens, 0))]))
 
 
 def kept(max_crop: int | None = None, *, prompt: int = 50) -> PrefixCache[str]:
@@ -171,13 +171,15 @@ def test_a_prefix_that_another_rank_has_lost_is_dropped() -> None:
 def test_texts_move_to_the_budget_of_the_next_ring() -> None:
     prefixes = kept()
 
-    assert prefixes.move(KvBudget([Room(9 * BLOCK, lambda tokens: (tokens, 0))])) == []
+    assert prefixes.move(KvBudget([KvCapacity(9 * BLOCK, lambda tokens: (tokens, 0))])) == []
     found = prefixes.find((*PROMPT, *MORE), 1.0)
     assert found
     assert found[0].length == len(PROMPT)
 
     prefixes = kept()
-    assert prefixes.move(KvBudget([Room(0, lambda tokens: (tokens, 0))])) == [SessionId(b"a" * 16)]
+    assert prefixes.move(KvBudget([KvCapacity(0, lambda tokens: (tokens, 0))])) == [
+        SessionId(b"a" * 16)
+    ]
     assert prefixes.find((*PROMPT, *MORE), 1.0) is None
 
 
@@ -247,7 +249,7 @@ def test_caches_outlive_their_texts() -> None:
 
 
 def test_a_session_of_a_lost_ring_is_kept_without_a_prefix_cache() -> None:
-    none = PrefixIndex(KvBudget([Room(9 * BLOCK, lambda tokens: (tokens, 0))]), 0)
+    none = PrefixIndex(KvBudget([KvCapacity(9 * BLOCK, lambda tokens: (tokens, 0))]), 0)
     prefixes: PrefixCache[str] = PrefixCache(none, None)
     prefixes.keep(SessionId(b"b" * 16), PROMPT, 30, "b", 40, 0.0)
     prefixes.keep(A, PROMPT, 30, "a", 40, 0.0, is_lost=True)

@@ -28,8 +28,8 @@ from meshllm.protocol.membership.charter import (
     MAX_WIDTH,
     Amendments,
     Charter,
+    OverridableTerm,
     Term,
-    Yielding,
     amend,
     differing,
     effective_terms,
@@ -241,7 +241,7 @@ def test_unknown_terms_of_the_founder_are_an_obstacle_that_names_it(
     said = terms(term, ("members", 1, "2"))
     merged = merge(CHARTER, {A: said}, founder=A)
 
-    by_member = replace(CHARTER, members=2, yields=(Yielding("members", A, None),))
+    by_member = replace(CHARTER, members=2, yields=(OverridableTerm("members", A, None),))
     assert merge(CHARTER, {A: said}, founder=B) == by_member
     assert merged.obstacle == (
         f"node `{short(A)}` set {what}, unknown to this version; update meshllm"

@@ -26,7 +26,7 @@ from meshllm.protocol.membership.codec import (
     FallbackList,
     Generate,
     Items,
-    MeshBeat,
+    MeshHeartbeat,
     Message,
     ModelList,
     Summary,
@@ -46,7 +46,7 @@ ITEM = sign(FOUNDER, STATE)
 FALLBACK = Fallback(FOUNDER.node, bytes(16), ("ws://192.0.2.7:7700", "loopback:a"))
 ID = bytes(range(16))
 MESSAGES: list[Message] = [
-    MeshBeat(5, 4, 12, 1_795_000_000_000, bytes(8)),
+    MeshHeartbeat(5, 4, 12, 1_795_000_000_000, bytes(8)),
     Summary(summarise([ITEM])),
     Items((ITEM, ITEM)),
     Want((ITEM.slot,)),
@@ -199,7 +199,7 @@ def test_items_that_fill_a_message_to_the_last_byte_are_read(spare: int) -> None
 
 
 def test_a_time_of_day_beyond_the_year_9999_is_refused() -> None:
-    last = MeshBeat(5, 4, 12, MAX_WALL_MS, bytes(8))
+    last = MeshHeartbeat(5, 4, 12, MAX_WALL_MS, bytes(8))
     data = bytearray(encode(replace(last, wall_ms=0)))
     data[22:30] = (MAX_WALL_MS + 1).to_bytes(8, "little")
 

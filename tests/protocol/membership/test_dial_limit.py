@@ -3,7 +3,7 @@
 from meshllm.protocol.membership.dial_limit import (
     BURST,
     MAX_TARGETS,
-    MOST_UNANSWERED,
+    MAX_UNANSWERED,
     PAUSE_S,
     PORTS,
     DialLimit,
@@ -26,8 +26,8 @@ def test_a_target_is_tried_for_longer_where_a_node_has_answered() -> None:
 
     limit.answered("a", "1")
 
-    tries = [limit.take("a", "1", now=0.0) for _ in range(MOST_UNANSWERED + 2 * BURST)]
-    assert sum(tries) == MOST_UNANSWERED + BURST
+    tries = [limit.take("a", "1", now=0.0) for _ in range(MAX_UNANSWERED + 2 * BURST)]
+    assert sum(tries) == MAX_UNANSWERED + BURST
     limit.answered("a", "1")
     assert limit.take("a", "1", now=0.0)
 
@@ -65,7 +65,7 @@ def test_other_ports_of_a_host_do_not_use_up_the_attempts_where_a_node_has_answe
     tries = [limit.take("a", "1", now=0.0) for _ in range(1000)]
 
     assert sum(others) == BURST * PORTS
-    assert sum(tries) == MOST_UNANSWERED + BURST
+    assert sum(tries) == MAX_UNANSWERED + BURST
     assert limit.take("a", "1", now=PAUSE_S)
 
 
@@ -77,7 +77,7 @@ def test_attempts_where_a_node_has_answered_do_not_count_for_other_ports_of_the_
     for _ in range(1000):
         limit.take("a", "1", now=0.0)
 
-    assert sum(limit.take("a", "2", now=0.0) for _ in range(1000)) == MOST_UNANSWERED + BURST
+    assert sum(limit.take("a", "2", now=0.0) for _ in range(1000)) == MAX_UNANSWERED + BURST
     assert sum(limit.take("a", f"{port}", now=0.0) for port in range(3, 99)) == BURST * PORTS
 
 

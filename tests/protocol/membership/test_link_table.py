@@ -11,7 +11,7 @@ from meshllm.protocol.membership.codec import (
     MAX_SLOTS,
     MAX_WALL_MS,
     CloseReason,
-    MeshBeat,
+    MeshHeartbeat,
 )
 from meshllm.protocol.membership.link_table import (
     BEAT,
@@ -23,8 +23,8 @@ from meshllm.protocol.membership.link_table import (
     MIN_CHANGE_US,
     ROUND_TRIPS_INTERVAL,
     SILENCE,
-    Contact,
     LinkTable,
+    PeerLink,
     republish_delay,
 )
 from meshllm.protocol.membership.records import MAX_MEMBERS
@@ -36,11 +36,11 @@ A, B, C = (NodeId(bytes([number]) * 32) for number in range(3))
 
 def contact(
     now: float = 0.0, *, instance: int = 1, role: Role = Role.NODE, is_favoured: bool = True
-) -> Contact:
-    return Contact(instance, role, FOUNDED, is_favoured, now, now)
+) -> PeerLink:
+    return PeerLink(instance, role, FOUNDED, is_favoured, now, now)
 
 
-def links(**contacts: Contact) -> LinkTable:
+def links(**contacts: PeerLink) -> LinkTable:
     made = LinkTable(A)
     for name, at in contacts.items():
         made.add({"b": B, "c": C}[name], at)
@@ -59,8 +59,8 @@ def test_a_round_trip_is_without_the_time_that_the_peer_held_the_stamp() -> None
 
 def test_round_trips_are_smoothed() -> None:
     at = contact()
-    at.receive_beat(MeshBeat(5, 1_000_000, 0, 0, b""), 1.008, 0.0)
-    at.receive_beat(MeshBeat(6, 2_000_000, 0, 0, b""), 2.016, 0.0)
+    at.receive_beat(MeshHeartbeat(5, 1_000_000, 0, 0, b""), 1.008, 0.0)
+    at.receive_beat(MeshHeartbeat(6, 2_000_000, 0, 0, b""), 2.016, 0.0)
 
     assert at.round_trip_us == 9_000
 
@@ -68,7 +68,7 @@ def test_round_trips_are_smoothed() -> None:
 def test_a_round_trip_that_was_measured_is_not_zero() -> None:
     at = contact()
 
-    at.receive_beat(MeshBeat(5, 1_000_000, 0, 0, b""), 1.0, 0.0)
+    at.receive_beat(MeshHeartbeat(5, 1_000_000, 0, 0, b""), 1.0, 0.0)
 
     assert at.round_trip_us == 1
 
@@ -77,7 +77,7 @@ def test_a_round_trip_that_was_measured_is_not_zero() -> None:
 def test_an_implausible_stamp_is_ignored(echo: int, held: int) -> None:
     at = contact()
 
-    at.receive_beat(MeshBeat(5, echo, held, 0, b""), 9.0, 0.0)
+    at.receive_beat(MeshHeartbeat(5, echo, held, 0, b""), 9.0, 0.0)
 
     assert at.round_trip_us == 0
 
@@ -104,7 +104,7 @@ def test_an_extreme_time_of_day_is_clamped(wall_s: float, published: int) -> Non
 
 def test_the_time_that_a_stamp_was_held_is_clamped() -> None:
     at = contact()
-    at.receive_beat(MeshBeat(5, 0, 0, 0, b""), 1.0, 0.0)
+    at.receive_beat(MeshHeartbeat(5, 0, 0, 0, b""), 1.0, 0.0)
 
     assert at.beat(1e6, 0.0, b"").held == MAX_HELD_US
 
@@ -162,15 +162,15 @@ def test_after_a_suspension_peers_get_one_more_beat() -> None:
 
 def test_beats_that_may_have_waited_for_this_process_say_nothing_of_the_link() -> None:
     at = contact()
-    at.receive_beat(MeshBeat(5, 1_000_000, 0, 1_000, b""), 1.01, 1.0)
+    at.receive_beat(MeshHeartbeat(5, 1_000_000, 0, 1_000, b""), 1.01, 1.0)
 
     at.wake(5.0)
-    at.receive_beat(MeshBeat(6, 1_500_000, 0, 1_500, b""), 5.01, 5.0)
+    at.receive_beat(MeshHeartbeat(6, 1_500_000, 0, 1_500, b""), 5.01, 5.0)
 
     assert (at.round_trip_us, at.echo) == (10_000, (5, 1.01))
     assert at.ahead_s == pytest.approx(0.005)
 
-    at.receive_beat(MeshBeat(7, 5_500_000, 0, 5_500, b""), 5.0 + BEAT + 0.01, 5.5)
+    at.receive_beat(MeshHeartbeat(7, 5_500_000, 0, 5_500, b""), 5.0 + BEAT + 0.01, 5.5)
 
     assert (at.round_trip_us, at.echo) == (10_000, (7, 5.51))
 

@@ -13,13 +13,13 @@ from meshllm.protocol.membership import record_store
 from meshllm.protocol.membership.actions import (
     Action,
     Changed,
+    ClosedByPeer,
     DeliverRequest,
     Dial,
     Drop,
-    Parted,
     SendToPeer,
 )
-from meshllm.protocol.membership.charter import Amendments, Term, Yielding, merge
+from meshllm.protocol.membership.charter import Amendments, OverridableTerm, Term, merge
 from meshllm.protocol.membership.codec import (
     MAX_HELD_US,
     Bye,
@@ -27,7 +27,7 @@ from meshllm.protocol.membership.codec import (
     FallbackList,
     Generate,
     Items,
-    MeshBeat,
+    MeshHeartbeat,
     Message,
     Summary,
     UnknownMeshMessage,
@@ -66,7 +66,7 @@ from tests.builders.identities import (
 )
 
 A = TypeVar("A", bound=Action)
-YIELDS = (Yielding("members", MIDDLE.node, None),)  # terms that a member set
+YIELDS = (OverridableTerm("members", MIDDLE.node, None),)  # terms that a member set
 
 
 def mesh(key: NodeKey = MIDDLE, *, incarnation: int = 1) -> Mesh:
@@ -114,8 +114,8 @@ def test_a_new_link_starts_with_a_beat_our_items_and_a_summary_from_the_lower_id
 
     higher, lower = link(node, LAST), link(node, FOUNDER)
 
-    assert [type(message) for message in said(higher, LAST)[:3]] == [MeshBeat, Items, Summary]
-    assert [type(message) for message in said(lower, FOUNDER)[:2]] == [MeshBeat, Items]
+    assert [type(message) for message in said(higher, LAST)[:3]] == [MeshHeartbeat, Items, Summary]
+    assert [type(message) for message in said(lower, FOUNDER)[:2]] == [MeshHeartbeat, Items]
     assert not any(isinstance(message, Summary) for message in said(lower, FOUNDER))
     assert {item.kind for item in items(higher, LAST)} == {Kind.PROFILE, Kind.STATE}
     assert higher[-1] == Changed()
@@ -149,11 +149,11 @@ def test_many_link_changes_are_published_together() -> None:
 def test_the_first_beat_is_answered_at_once() -> None:
     node = linked(LAST)
 
-    first = node.receive(LAST.node, MeshBeat(77, 0, 0, 0, bytes(8)), 1.01)
-    second = node.receive(LAST.node, MeshBeat(78, 0, 0, 0, bytes(8)), 1.5)
+    first = node.receive(LAST.node, MeshHeartbeat(77, 0, 0, 0, bytes(8)), 1.01)
+    second = node.receive(LAST.node, MeshHeartbeat(78, 0, 0, 0, bytes(8)), 1.5)
 
     (answer,) = said(first, LAST)
-    assert isinstance(answer, MeshBeat)
+    assert isinstance(answer, MeshHeartbeat)
     assert answer.echo == 77
     assert said(second, LAST) == []
 
@@ -162,9 +162,9 @@ def test_beats_carry_the_time_of_day_and_measure_the_offset() -> None:
     node = linked(LAST)
     tick(node, 2.0, WALL + 1)
 
-    (answer,) = said(node.receive(LAST.node, MeshBeat(5, 0, 0, 0, bytes(8)), 2.25), LAST)
-    assert isinstance(answer, MeshBeat)
-    node.receive(LAST.node, MeshBeat(6, 0, 0, answer.wall_ms + 7_000, bytes(8)), 2.25)
+    (answer,) = said(node.receive(LAST.node, MeshHeartbeat(5, 0, 0, 0, bytes(8)), 2.25), LAST)
+    assert isinstance(answer, MeshHeartbeat)
+    node.receive(LAST.node, MeshHeartbeat(6, 0, 0, answer.wall_ms + 7_000, bytes(8)), 2.25)
 
     assert answer.wall_ms == round((WALL + 1.25) * 1e3)
     assert node.links[LAST.node].ahead_s == pytest.approx(7)
@@ -173,14 +173,14 @@ def test_beats_carry_the_time_of_day_and_measure_the_offset() -> None:
 def test_a_round_trip_is_published_when_measured_and_when_changed() -> None:
     node = linked(LAST)
 
-    node.receive(LAST.node, MeshBeat(5, 1_000_000, 0, 0, bytes(8)), 1.2)
+    node.receive(LAST.node, MeshHeartbeat(5, 1_000_000, 0, 0, bytes(8)), 1.2)
     measured = node.states[MIDDLE.node].links
     for now in (2.0, 2.5, 3.0):
         tick(node, now)
-        node.receive(LAST.node, MeshBeat(5, round((now - 1.9) * 1e6), 0, 0, bytes(8)), now)
+        node.receive(LAST.node, MeshHeartbeat(5, round((now - 1.9) * 1e6), 0, 0, bytes(8)), now)
     waits = node.states[MIDDLE.node].links
     for now in (4.0, 6.0, 1.2 + ROUND_TRIPS_INTERVAL):
-        node.receive(LAST.node, MeshBeat(5, 0, 0, 0, bytes(8)), now)
+        node.receive(LAST.node, MeshHeartbeat(5, 0, 0, 0, bytes(8)), now)
 
     assert measured == waits == ((LAST.node, 200_000),)
     ((_, moved),) = node.states[MIDDLE.node].links
@@ -207,11 +207,11 @@ def test_a_node_that_was_stopped_reads_what_waits_before_it_drops_its_peers(
     node = linked(FOUNDER, LAST)
     tick(node, 1.5)
     for peer in (FOUNDER, LAST):
-        node.receive(peer.node, MeshBeat(7, 1_500_000, 0, 0, bytes(8)), 1.51)
+        node.receive(peer.node, MeshHeartbeat(7, 1_500_000, 0, 0, bytes(8)), 1.51)
     tick(node, 2.0)  # what is sent now is answered at once, but waits
 
     woke = 2.01 + stopped_s
-    waits, late = MeshBeat(9, 2_000_000, 0, round(WALL * 1e3), bytes(8)), []
+    waits, late = MeshHeartbeat(9, 2_000_000, 0, round(WALL * 1e3), bytes(8)), []
     if is_read_first:
         node.receive(LAST.node, waits, woke)
     late += tick(node, woke)
@@ -222,9 +222,9 @@ def test_a_node_that_was_stopped_reads_what_waits_before_it_drops_its_peers(
     assert only(ends, Drop) == [Drop(FOUNDER.node, CloseReason.SILENT)]
     assert node.woke == woke
     assert node.links[LAST.node].round_trip_us == 10_000
-    (beat,) = [at for at in said(late, LAST) if isinstance(at, MeshBeat)]
+    (beat,) = [at for at in said(late, LAST) if isinstance(at, MeshHeartbeat)]
     assert (beat.echo, beat.held) == (7, min(round((woke - 1.51) * 1e6), MAX_HELD_US))
-    node.receive(LAST.node, MeshBeat(11, beat.stamp, 0, 0, bytes(8)), woke + BEAT + 0.01)
+    node.receive(LAST.node, MeshHeartbeat(11, beat.stamp, 0, 0, bytes(8)), woke + BEAT + 0.01)
     assert node.links[LAST.node].echo == (11, woke + BEAT + 0.01)
 
 
@@ -234,8 +234,8 @@ def test_nodes_that_were_stopped_together_do_not_answer_each_beat_with_another()
     link(node, LAST)
 
     def beats(now: float) -> int:
-        answer = node.receive(LAST.node, MeshBeat(5, 0, 0, 0, bytes(8)), now)
-        return sum(isinstance(message, MeshBeat) for message in said(answer, LAST))
+        answer = node.receive(LAST.node, MeshHeartbeat(5, 0, 0, 0, bytes(8)), now)
+        return sum(isinstance(message, MeshHeartbeat) for message in said(answer, LAST))
 
     assert [beats(60.0), beats(60.0)] == [0, 0]
 
@@ -272,7 +272,7 @@ def test_before_the_deadline_nothing_is_due() -> None:
 
 def test_two_differing_beats_make_the_lower_id_send_a_summary() -> None:
     node = linked(FOUNDER, LAST)
-    other = MeshBeat(5, 0, 0, 0, b"mismatch")
+    other = MeshHeartbeat(5, 0, 0, 0, b"mismatch")
     for peer in (FOUNDER, LAST):
         node.receive(peer.node, other, 1.1)
 
@@ -356,10 +356,10 @@ def test_a_link_that_is_lost_elsewhere_is_probed_here() -> None:
     restarted = node.receive(LAST.node, Items((sign(LAST, lost, incarnation=9),)), 4.0)
     alone = node.receive(LAST.node, Items((sign(LAST, STATE, incarnation=9, seq=2),)), 4.5)
 
-    (beat,) = [message for message in said(actions, FOUNDER) if isinstance(message, MeshBeat)]
+    (beat,) = [message for message in said(actions, FOUNDER) if isinstance(message, MeshHeartbeat)]
     assert beat.digest == digest
     for others in (again, restarted, alone):
-        assert MeshBeat not in [type(message) for message in said(others, FOUNDER)]
+        assert MeshHeartbeat not in [type(message) for message in said(others, FOUNDER)]
 
 
 def test_two_nodes_that_list_each_other_are_alive() -> None:
@@ -400,7 +400,7 @@ def test_a_client_takes_no_part_in_the_gossip(message: Message) -> None:
     greeting = link(node, CLIENT)
     actions = node.receive(CLIENT.node, message, 2.0)
 
-    assert [type(message) for message in said(greeting, CLIENT)] == [MeshBeat]
+    assert [type(message) for message in said(greeting, CLIENT)] == [MeshHeartbeat]
     assert node.states[MIDDLE.node].links == ()
     (drop,) = only(actions, Drop)
     assert (drop.peer, drop.why) == (CLIENT.node, CloseReason.RULES)
@@ -412,11 +412,11 @@ def test_a_client_sends_beats_and_requests_only() -> None:
     tick(node, 1.0)
 
     greeting = link(node, LAST)
-    beat = node.receive(LAST.node, MeshBeat(5, 0, 0, 0, bytes(8)), 1.1)
+    beat = node.receive(LAST.node, MeshHeartbeat(5, 0, 0, 0, bytes(8)), 1.1)
     gossip = node.receive(LAST.node, Items((sign(LAST, PROFILE),)), 2.0)
 
-    assert [type(message) for message in said(greeting, LAST)] == [MeshBeat]
-    assert [type(message) for message in said(beat, LAST)] == [MeshBeat]
+    assert [type(message) for message in said(greeting, LAST)] == [MeshHeartbeat]
+    assert [type(message) for message in said(beat, LAST)] == [MeshHeartbeat]
     assert only(gossip, Drop)[0].why is CloseReason.RULES
     assert not node.profiles
 
@@ -664,7 +664,7 @@ def test_a_bye_ends_the_link() -> None:
 
     actions = node.receive(LAST.node, Bye(CloseReason.DUPLICATE), 2.0)
 
-    assert actions == [Parted(LAST.node, CloseReason.DUPLICATE), Changed()]
+    assert actions == [ClosedByPeer(LAST.node, CloseReason.DUPLICATE), Changed()]
     assert node.links == {}
 
 
@@ -732,7 +732,7 @@ def test_a_link_that_lasted_is_dialled_at_once_when_it_is_lost() -> None:
     tick(node, 2.0)
     link(node, LAST, 3.0)
     for now in (5.0, 7.0, 9.0, 11.0, 13.0):
-        node.receive(LAST.node, MeshBeat(5, 0, 0, 0, bytes(8)), now)
+        node.receive(LAST.node, MeshHeartbeat(5, 0, 0, 0, bytes(8)), now)
     tick(node, 3.0 + STABLE)
 
     node.unlinked(LAST.node, 3.0 + STABLE)
@@ -747,7 +747,7 @@ def test_a_link_that_did_not_last_is_dialled_after_a_backoff() -> None:
     tick(node, 2.0)  # dials
     link(node, LAST, 3.0)
     for now in (4.0, 5.0, 6.0, 7.0):
-        node.receive(LAST.node, MeshBeat(5, 0, 0, 0, bytes(8)), now)
+        node.receive(LAST.node, MeshHeartbeat(5, 0, 0, 0, bytes(8)), now)
         tick(node, now)
 
     node.unlinked(LAST.node, 7.0)

@@ -11,7 +11,7 @@ import pytest
 from meshllm.errors import PeerFault
 from meshllm.names import NodeId
 from meshllm.protocol.membership import record_store as module
-from meshllm.protocol.membership.charter import MAX_STEP, Amendments, Term, Yielding
+from meshllm.protocol.membership.charter import MAX_STEP, Amendments, OverridableTerm, Term
 from meshllm.protocol.membership.codec import BRANCH_REMOVALS, MAX_CARRIED
 from meshllm.protocol.membership.gossip import Item, Kind, Slot, digest
 from meshllm.protocol.membership.record_store import RecordStore, expires_at_s
@@ -153,7 +153,7 @@ def test_amendments_apply_before_and_after_the_charter_arrives() -> None:
 
     charters = [stored(*order).charter for order in permutations(items)]
 
-    yields = (Yielding("members", LAST.node, CHARTER.members),)
+    yields = (OverridableTerm("members", LAST.node, CHARTER.members),)
     assert charters == [replace(CHARTER, members=2, yields=yields)] * 2
 
 
@@ -200,7 +200,7 @@ def test_a_member_and_its_guests_cannot_take_the_room_for_amendments(version: in
             records.take(item, WALL)
         last = records.take(sign(FOUNDER, by_founder), WALL), records.charter
 
-    yields = (Yielding("members", LAST.node, CHARTER.members),)
+    yields = (OverridableTerm("members", LAST.node, CHARTER.members),)
     assert taken == (True, replace(CHARTER, members=2, yields=yields))
     assert last == (True, replace(CHARTER, members=2))
     assert len(records.amendments) == 4
@@ -248,7 +248,7 @@ def test_an_absurd_version_does_not_freeze_a_term() -> None:
     absurd = Amendments((Term("members", 2 * MAX_STEP, "9"),))
     records = stored(sign(FOUNDER, CHARTER), sign(LAST, absurd), sign(MIDDLE, AMENDED))
 
-    yields = (Yielding("members", MIDDLE.node, CHARTER.members),)
+    yields = (OverridableTerm("members", MIDDLE.node, CHARTER.members),)
     assert records.charter == replace(CHARTER, members=2, yields=yields)
 
 

@@ -7,14 +7,14 @@ from meshllm.protocol.membership.strikes import (
     MAX_STRIKES,
     MAX_STRUCK,
     WINDOW_S,
-    Strikes,
+    FaultCounter,
 )
 
 A, B = NodeId(b"a" * 32), NodeId(b"b" * 32)
 
 
 def test_a_peer_is_out_after_many_strikes_in_a_window() -> None:
-    strikes = Strikes()
+    strikes = FaultCounter()
     for number in range(MAX_STRIKES):
         assert not strikes.is_out(A, now=number)
         strikes.strike(A, now=number)
@@ -25,7 +25,7 @@ def test_a_peer_is_out_after_many_strikes_in_a_window() -> None:
 
 
 def test_few_faults_are_too_many_if_the_limit_is_low() -> None:
-    strikes = Strikes(MAX_FAULTS, FAULTS_S)
+    strikes = FaultCounter(MAX_FAULTS, FAULTS_S)
     for number in range(MAX_FAULTS):
         assert strikes.out(now=number) == ()
         strikes.strike(B, now=number)
@@ -36,7 +36,7 @@ def test_few_faults_are_too_many_if_the_limit_is_low() -> None:
 
 
 def test_a_peer_can_be_put_out_at_once() -> None:
-    strikes = Strikes(MAX_FAULTS, FAULTS_S)
+    strikes = FaultCounter(MAX_FAULTS, FAULTS_S)
 
     strikes.put_out(A, now=1.0)
 
@@ -45,7 +45,7 @@ def test_a_peer_can_be_put_out_at_once() -> None:
 
 
 def test_rare_strikes_are_forgiven() -> None:
-    strikes = Strikes()
+    strikes = FaultCounter()
     for number in range(10 * MAX_STRIKES):
         strikes.strike(A, now=number * WINDOW_S / 8)
 
@@ -53,7 +53,7 @@ def test_rare_strikes_are_forgiven() -> None:
 
 
 def test_the_list_is_bounded() -> None:
-    strikes = Strikes()
+    strikes = FaultCounter()
     for _ in range(MAX_STRIKES):
         strikes.strike(A, now=0.0)
     for number in range(MAX_STRUCK):

@@ -8,7 +8,7 @@ from meshllm.errors import PeerFault, UserError
 from meshllm.names import GroupId, NodeId
 from meshllm.protocol.membership.charter import Amendments, Term
 from meshllm.protocol.membership.gossip import MAX_ITEM_BYTES, Item, Kind, Slot
-from meshllm.protocol.membership.link_table import AMENDMENTS_COST, REPLACEMENT_COST, Contact
+from meshllm.protocol.membership.link_table import AMENDMENTS_COST, REPLACEMENT_COST, PeerLink
 from meshllm.protocol.membership.records import (
     MAX_MEMBERS,
     MAX_PLAN_BYTES,
@@ -16,7 +16,7 @@ from meshllm.protocol.membership.records import (
     RingMembership,
     StateRecord,
 )
-from meshllm.protocol.membership.sync import FORGET, Replica
+from meshllm.protocol.membership.sync import FORGET, GossipState
 from meshllm.protocol.trust.credential import Credential, Role, found, issue, remove
 from meshllm.protocol.trust.identity import NodeKey
 from tests.builders.identities import (
@@ -34,15 +34,17 @@ from tests.builders.identities import (
 )
 
 
-def contact() -> Contact:
-    return Contact(1, Role.NODE, FOUNDED, True, 0.0, 0.0)
+def contact() -> PeerLink:
+    return PeerLink(1, Role.NODE, FOUNDED, True, 0.0, 0.0)
 
 
-def replica(incarnation: int = 1) -> Replica:
-    return Replica(MIDDLE, CREDENTIALS[MIDDLE.node], incarnation)
+def replica(incarnation: int = 1) -> GossipState:
+    return GossipState(MIDDLE, CREDENTIALS[MIDDLE.node], incarnation)
 
 
-def taken(node: Replica, *items: Item, peer: NodeId = LAST.node) -> tuple[list[Item], list[Item]]:
+def taken(
+    node: GossipState, *items: Item, peer: NodeId = LAST.node
+) -> tuple[list[Item], list[Item]]:
     return node.take(peer, contact(), items, WALL)
 
 

@@ -25,7 +25,7 @@ from meshllm.protocol.planning.plan import Ends, Links, LinkSpeed, Offer, Plan, 
 from meshllm.protocol.session.blob import seal, session_key
 from meshllm.protocol.session.codec import MAX_ROWS, encode
 from meshllm.protocol.session.messages import Data, DType, Flags
-from meshllm.protocol.session.pace import Pace
+from meshllm.protocol.session.pace import PrefillPacing
 from meshllm.protocol.session.stage import MAX_PENDING
 from tests.builders.offers import A, B, apart, model, offer
 
@@ -145,7 +145,7 @@ def test_the_window_keeps_the_ranks_busy() -> None:
     assert times.pace(100).window == 8
     busy = times.first_token_s(3200, times.pace(100))
     assert busy == pytest.approx(0.032 + 0.001 + 2 * 0.003)
-    assert times.first_token_s(3200, Pace(chunk=100, window=2)) > 0.120
+    assert times.first_token_s(3200, PrefillPacing(chunk=100, window=2)) > 0.120
 
 
 @pytest.mark.parametrize("others", [0, 1])
@@ -175,7 +175,7 @@ def test_the_longest_chunk_that_is_nearly_best_is_chosen(
 
 
 def test_a_single_node_takes_a_prompt_whole() -> None:
-    assert ring(1).best_pace(3000) == Pace(chunk=3000, window=1)
+    assert ring(1).best_pace(3000) == PrefillPacing(chunk=3000, window=1)
 
 
 def test_equal_ranks_share_a_prompt() -> None:
@@ -214,7 +214,7 @@ def test_only_the_beginning_of_a_very_long_prompt_is_simulated(
 ) -> None:
     tried: list[int] = []
 
-    def first_token_s(_: RingTimes, prompt: int, __: Pace) -> float:
+    def first_token_s(_: RingTimes, prompt: int, __: PrefillPacing) -> float:
         tried.append(prompt)
         return 1.0
 

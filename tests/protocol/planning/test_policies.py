@@ -15,7 +15,7 @@ from meshllm.protocol.planning.partition import token_time
 from meshllm.protocol.planning.plan import Ends, PlanConstraints
 from meshllm.protocol.planning.policies import Policy, make_plan
 from meshllm.protocol.planning.prediction import compare
-from meshllm.protocol.planning.problem import pose
+from meshllm.protocol.planning.problem import build_problem
 from tests.builders.offers import A, B, C, D, apart, model, node, offer, spans
 from tests.builders.policies import NEAR, POLICIES
 from tests.builders.snapshots import World, charter, profile
@@ -330,7 +330,7 @@ def test_a_policy_needs_only_an_objective() -> None:
 
 def test_proportional_minimises_its_objective() -> None:
     offers = [offer(A, 3), offer(B, 9), offer(C, 4, ms=9)]
-    problem = pose(offers, NEAR, model(8), PlanConstraints())
+    problem = build_problem(offers, NEAR, model(8), PlanConstraints())
     objective = policies.POLICIES["proportional"].objective
 
     even, other = (

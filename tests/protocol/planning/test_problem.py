@@ -8,7 +8,7 @@ from meshllm.errors import UserError
 from meshllm.names import Span, short
 from meshllm.protocol.planning.plan import Ends, Plan, PlanConstraints, PlanStage
 from meshllm.protocol.planning.policies import make_plan
-from meshllm.protocol.planning.problem import kv_rooms, memory_for, pose, room_tokens
+from meshllm.protocol.planning.problem import build_problem, kv_capacities, memory_for, room_tokens
 from tests.builders.offers import A, B, C, D, model, offer
 from tests.builders.policies import NEAR, POLICIES
 
@@ -82,13 +82,13 @@ def test_the_cache_room_of_a_rank_is_what_its_weights_leave() -> None:
     plan = Plan(1, "tiny", Ends.ENTRY, (PlanStage(A, Span(0, 1)), PlanStage(B, Span(1, 4))))
     offers = [replace(offer(A, 0), memory_bytes=1000, reserve_bytes=500), offer(B, 1)]
 
-    assert kv_rooms(plan, offers, shape) == [500 * 80 // 100 - 80 - 20, 80 - 240]
+    assert kv_capacities(plan, offers, shape) == [500 * 80 // 100 - 80 - 20, 80 - 240]
     assert room_tokens(plan, offers, shape) == [300 // 4, 0]
     stages = (PlanStage(A, Span(0, 0)), PlanStage(B, Span(0, 4)))
     empty = replace(plan, ends=Ends.CLIENT, stages=stages)
     assert room_tokens(empty, offers, shape)[0] is None
     with pytest.raises(UserError, match="is in the plan but made no offer"):
-        kv_rooms(plan, offers[:1], shape)
+        kv_capacities(plan, offers[:1], shape)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -113,7 +113,7 @@ def test_the_least_memory_for_a_stage_is_exact(rank: int) -> None:
     def stops(memory: int) -> int:
         offered = replace(offer(stage.node, 1), memory_bytes=memory, reserve_bytes=11)
         terms = PlanConstraints(sessions=2)
-        problem = pose([offered], NEAR, shape, terms)
+        problem = build_problem([offered], NEAR, shape, terms)
         return max(problem.stops(0, stage.span.start, entry=rank == 0), default=stage.span.start)
 
     assert stops(least - 1) < stage.span.stop == stops(least)

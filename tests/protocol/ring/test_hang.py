@@ -9,7 +9,7 @@ from meshllm.protocol.ring.hang import (
     FIRST_S,
     FIRST_STEPS,
     HANG_S,
-    MOST_SLOW,
+    MAX_SLOW,
     TELLING_S,
     TIMES,
     HangLimits,
@@ -45,7 +45,7 @@ def test_a_result_may_wait_for_as_many_slow_jobs_as_are_ahead_of_it() -> None:
     ]
     limits = [result_limit_s(RingTimes((ranks[0], rank), 0.0, 8), 1, 0, 6) for rank in ranks]
 
-    assert limits == [FIRST_S + HANG_S, FIRST_S + 6 * TIMES * MOST_SLOW * LAYERS * STEP_S]
+    assert limits == [FIRST_S + HANG_S, FIRST_S + 6 * TIMES * MAX_SLOW * LAYERS * STEP_S]
 
 
 def test_no_job_has_less_than_the_time_of_a_silent_node(limits: HangLimits) -> None:
@@ -82,7 +82,7 @@ def test_the_limit_rises_on_a_machine_that_is_slower_than_planned(limits: HangLi
 def test_a_hang_does_not_raise_it_beyond_measure(limits: HangLimits) -> None:
     limits.ended(1, 0, 3600.0, is_step=True)
 
-    assert limits.begin(CHUNK, 0, is_step=False) == MOST_SLOW * TIMES * CHUNK_S
+    assert limits.begin(CHUNK, 0, is_step=False) == MAX_SLOW * TIMES * CHUNK_S
 
 
 def test_a_rank_without_layers_that_takes_long_does_not_count_as_slow(limits: HangLimits) -> None:

@@ -9,8 +9,8 @@ from meshllm.protocol.planning.plan import MAX_JUMP, Ends, Plan, PlanStage
 from meshllm.protocol.ring.plan_change import (
     PREPARE_S,
     Follow,
-    Outlook,
     PlanChange,
+    PlanChangeInput,
     PlanChangeState,
     Prepare,
 )
@@ -25,7 +25,7 @@ def plan_of(*places: tuple[NodeId, str], epoch: int = 1) -> Plan:
 OLD = plan_of((A, "0:2"), (B, "2:6"))
 NEW = plan_of((A, "0:2"), (B, "2:4"), (C, "4:6"), epoch=2)
 OTHER = plan_of((A, "0:3"), (C, "3:6"), epoch=2)
-WHOLE = Outlook(NEW, OLD, 0.5, is_whole=True)
+WHOLE = PlanChangeInput(NEW, OLD, 0.5, is_whole=True)
 BROKEN = replace(WHOLE, is_whole=False)
 
 
@@ -47,21 +47,21 @@ def test_the_plan_that_is_followed_needs_nothing() -> None:
 def test_an_older_plan_is_not_followed() -> None:
     machine = PlanChange()
 
-    assert machine.look(Outlook(OLD, NEW, 0.0), 0.0) == []
+    assert machine.look(PlanChangeInput(OLD, NEW, 0.0), 0.0) == []
     assert machine.state is PlanChangeState.FOLLOWING
 
 
 def test_an_older_plan_that_others_follow_is_followed() -> None:
     machine = PlanChange()
 
-    assert machine.look(Outlook(OLD, NEW, 0.0, is_begun=True), 0.0) == [Follow(OLD)]
+    assert machine.look(PlanChangeInput(OLD, NEW, 0.0, is_begun=True), 0.0) == [Follow(OLD)]
 
 
 @pytest.mark.parametrize(("epoch", "follows"), [(MAX_JUMP + 1, False), (MAX_JUMP + 2, True)])
 def test_a_much_older_plan_replaces_one_with_an_absurd_epoch(epoch: int, *, follows: bool) -> None:
     machine = PlanChange()
 
-    actions = machine.look(Outlook(OLD, replace(NEW, epoch=epoch), 0.0), 0.0)
+    actions = machine.look(PlanChangeInput(OLD, replace(NEW, epoch=epoch), 0.0), 0.0)
 
     assert actions == [Follow(OLD)] * follows
 
@@ -70,12 +70,12 @@ def test_a_much_older_plan_replaces_one_with_an_absurd_epoch(epoch: int, *, foll
 def test_without_a_ring_that_serves_a_plan_is_followed_once_it_is_settled(
     followed: Plan | None,
 ) -> None:
-    machine, outlook = PlanChange(), replace(BROKEN, followed=followed)
+    machine, plan_change_input = PlanChange(), replace(BROKEN, followed=followed)
 
-    assert machine.look(outlook, 0.0) == []
+    assert machine.look(plan_change_input, 0.0) == []
     assert (machine.state, machine.deadline) == (PlanChangeState.SETTLING, 0.5)
-    assert machine.look(outlook, 0.4) == []
-    assert machine.look(outlook, 0.5) == [Follow(NEW)]
+    assert machine.look(plan_change_input, 0.4) == []
+    assert machine.look(plan_change_input, 0.5) == [Follow(NEW)]
     assert machine.deadline is None
 
 
@@ -103,10 +103,10 @@ def test_plans_that_keep_changing_settle_after_twice_the_time() -> None:
 
 
 def test_that_there_is_no_plan_any_more_is_followed() -> None:
-    machine, outlook = PlanChange(), replace(WHOLE, plan=None)
-    machine.look(outlook, 0.0)
+    machine, plan_change_input = PlanChange(), replace(WHOLE, plan=None)
+    machine.look(plan_change_input, 0.0)
 
-    assert machine.look(outlook, 0.5) == [Follow(None)]
+    assert machine.look(plan_change_input, 0.5) == [Follow(None)]
 
 
 def test_a_ring_that_serves_goes_on_until_all_have_prepared() -> None:
@@ -121,17 +121,17 @@ def test_a_ring_that_serves_goes_on_until_all_have_prepared() -> None:
 
 def test_a_node_that_leaves_is_awaited_too() -> None:
     machine, all_loaded = preparing(), {A, B, C}
-    outlook = replace(WHOLE, leaving={D})
+    plan_change_input = replace(WHOLE, leaving={D})
 
-    assert machine.look(replace(outlook, prepared=all_loaded), 2.0) == []
-    assert machine.look(replace(outlook, prepared={*all_loaded, D}), 3.0) == [Follow(NEW)]
+    assert machine.look(replace(plan_change_input, prepared=all_loaded), 2.0) == []
+    assert machine.look(replace(plan_change_input, prepared={*all_loaded, D}), 3.0) == [Follow(NEW)]
 
 
 def test_what_all_have_prepared_before_is_followed_once_it_is_settled() -> None:
-    machine, outlook = PlanChange(), replace(WHOLE, prepared=(A, B, C))
-    machine.look(outlook, 0.0)
+    machine, plan_change_input = PlanChange(), replace(WHOLE, prepared=(A, B, C))
+    machine.look(plan_change_input, 0.0)
 
-    assert machine.look(outlook, 0.5) == [Prepare(NEW), Follow(NEW)]
+    assert machine.look(plan_change_input, 0.5) == [Prepare(NEW), Follow(NEW)]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_what_all_have_prepared_before_is_followed_once_it_is_settled() -> None:
     [replace(WHOLE, is_begun=True), BROKEN, replace(BROKEN, settle_s=0.15)],
     ids=["another node follows", "the ring broke", "a node was lost"],
 )
-def test_nothing_is_awaited_that_does_not_come(change: Outlook) -> None:
+def test_nothing_is_awaited_that_does_not_come(change: PlanChangeInput) -> None:
     assert preparing().look(change, 1.0) == [Follow(NEW)]
 
 

@@ -7,8 +7,8 @@ from meshllm.protocol.planning.chunking import RankTimes
 from meshllm.protocol.planning.plan import LinkSpeed, Offer
 from meshllm.protocol.ring.hang import FIRST_STEPS
 from meshllm.protocol.ring.slowdown import (
-    LEAST_S,
-    MOST_ATTENTION,
+    MAX_ATTENTION,
+    MIN_S,
     RECENT_S,
     WINDOW_S,
     WINDOW_STEPS,
@@ -85,21 +85,21 @@ def test_before_that_nothing_is_known() -> None:
 
 
 def test_a_window_is_as_long_as_many_short_steps() -> None:
-    fast = RankTimes(Offer(NodeId(b"a"), 0, ((1, LEAST_S),), 0.0), 1.0, LinkSpeed(0.0))
+    fast = RankTimes(Offer(NodeId(b"a"), 0, ((1, MIN_S),), 0.0), 1.0, LinkSpeed(0.0))
     slowdown = known(fast)
 
-    run(slowdown, *[2.0] * WINDOWS, step_s=LEAST_S)
+    run(slowdown, *[2.0] * WINDOWS, step_s=MIN_S)
     assert slowdown.take_layer_s() is None
 
-    run(slowdown, 2.0, steps=round(WINDOWS * WINDOW_S / LEAST_S), step_s=LEAST_S)
-    assert slowdown.take_layer_s() == pytest.approx(2 * LEAST_S)
+    run(slowdown, 2.0, steps=round(WINDOWS * WINDOW_S / MIN_S), step_s=MIN_S)
+    assert slowdown.take_layer_s() == pytest.approx(2 * MIN_S)
 
 
 @pytest.mark.parametrize(("share", "counts"), [(0.9, True), (1.1, False)])
 def test_steps_count_if_little_of_them_is_attention(share: float, *, counts: bool) -> None:
     layers_s = RANK.compute_s(1)
     one_s = RANK.compute_s(1, 1000) - layers_s
-    before = round(1000 * share * MOST_ATTENTION * layers_s / one_s)
+    before = round(1000 * share * MAX_ATTENTION * layers_s / one_s)
     slowdown = known()
 
     run(slowdown, *[4.0] * WINDOWS, before=before)
@@ -114,7 +114,7 @@ def test_steps_that_cannot_tell_do_not_count() -> None:
         slowdown.note(7, 0, WINDOW_STEPS * WINDOW_S, 0.0)
     assert slowdown.take_layer_s() is None
 
-    tiny = known(RankTimes(Offer(NodeId(b"a"), 0, ((1, LEAST_S / 2),), 0.0), 1.0, LinkSpeed(0.0)))
+    tiny = known(RankTimes(Offer(NodeId(b"a"), 0, ((1, MIN_S / 2),), 0.0), 1.0, LinkSpeed(0.0)))
     run(tiny, *[4.0] * WINDOWS, step_s=WINDOW_S)
     assert tiny.take_layer_s() is None
 

@@ -21,7 +21,6 @@ from meshllm.protocol.session.codec import (
 )
 from meshllm.protocol.session.messages import (
     MAX_RANKS,
-    Beat,
     Cancel,
     Close,
     Data,
@@ -30,29 +29,30 @@ from meshllm.protocol.session.messages import (
     FaultCode,
     Flags,
     Gap,
+    Heartbeat,
     Hello,
+    JobTimes,
     KvOffer,
     KvRows,
     Logits,
     Malformed,
     Message,
+    RankStats,
     Resume,
-    Spent,
-    Tally,
     UnknownRingMessage,
 )
 
 SESSION, BASE = SessionId(bytes(range(16))), SessionId(bytes(16))
 BLOB = seal(session_key(SESSION), DType.BFLOAT16, (1, 2, 4), bytes(range(16)))
 DATA = Data(SESSION, 3, 1, 7, 2, Flags.PREFILL | Flags.NEED_ROW, BLOB)
-TALLY = Tally(Spent(1200, 80, 15), steps=3, bytes_sent=9000, round_trip_us=450)
+TALLY = RankStats(JobTimes(1200, 80, 15), steps=3, bytes_sent=9000, round_trip_us=450)
 LOST = Resume(SESSION, 3, BASE, 40, whole=True, lost=(Span(2, 4), Span(7, 8)), held=17)
 KV = seal(session_key(SESSION), DType.BFLOAT16, (1, 2, 3, 4), bytes(range(48)))
 KV_ROWS = KvRows(SESSION, 5, 7, 2, KV)
 FAULT = Fault(SESSION, 3, FaultCode.MODEL, 2, "no memory for 4 rows")
 MESSAGES: list[Message] = [
     Hello(NodeId(bytes(32)), 3, Digest(bytes(range(32)))),
-    Beat(5_000_000, 4_000_000, 12),
+    Heartbeat(5_000_000, 4_000_000, 12),
     DATA,
     Data(SESSION, 3, 1, 7, 2, Flags(0), None),
     Gap(SESSION, 3, 1, 512),

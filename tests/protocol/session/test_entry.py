@@ -30,13 +30,13 @@ from meshllm.protocol.session.messages import (
     Flags,
     Forward,
     Gap,
+    JobTimes,
     Malformed,
+    RankStats,
     Resume,
     SessionMessage,
-    Spent,
-    Tally,
 )
-from meshllm.protocol.session.pace import Pace
+from meshllm.protocol.session.pace import PrefillPacing
 from meshllm.protocol.session.stage import MAX_PENDING
 from meshllm.request import FinishReason
 from tests.builders.entry import (
@@ -53,7 +53,7 @@ from tests.builders.entry import (
     sent,
 )
 
-TALLIES = (Tally(Spent(10, 2, 1), 1, 100, 5), Tally(Spent(20, 3, 2), 1, 200, 6))
+TALLIES = (RankStats(JobTimes(10, 2, 1), 1, 100, 5), RankStats(JobTimes(20, 3, 2), 1, 200, 6))
 CANCELLED = FinishReason.CANCELLED
 
 LONE_STEP = Flags.NEED_ROW | Flags.COMMITTED
@@ -141,7 +141,7 @@ def test_chunks_are_told_once_and_again_after_a_restart() -> None:
 
 
 def test_within_the_prompt_only_what_came_back_is_held_by_every_rank() -> None:
-    entry = Entry(replace(TASK, prompt=tuple(range(9))), Pace(chunk=2, window=3))
+    entry = Entry(replace(TASK, prompt=tuple(range(9))), PrefillPacing(chunk=2, window=3))
     entry.open(0.0)
     for _ in range(3):
         entry.computed(blob(2), 0.1)

@@ -17,8 +17,8 @@ from meshllm.protocol.session.link import (
     Send,
 )
 from meshllm.protocol.session.messages import (
-    Beat,
     Cancel,
+    Heartbeat,
     Hello,
     Malformed,
     Message,
@@ -45,7 +45,7 @@ def opened(now: float = 10.0) -> NeighbourLink:
 
 def met(now: float = 10.0) -> NeighbourLink:
     link = opened(now)
-    link.receive(Beat(1, 0, 0), now)
+    link.receive(Heartbeat(1, 0, 0), now)
     return link
 
 
@@ -67,7 +67,7 @@ def test_a_hello_opens_the_link_and_is_answered_by_the_first_beat() -> None:
 
     actions = link.receive(THEIRS, 10.1)
 
-    assert actions == [Send(Beat(stamp=10_100_000, echo=0, held=0))]
+    assert actions == [Send(Heartbeat(stamp=10_100_000, echo=0, held=0))]
     assert link.state is LinkState.OPEN
     assert link.peer == THEIRS.node
 
@@ -158,7 +158,7 @@ def test_every_message_is_a_sign_of_life() -> None:
     assert not any(isinstance(action, Lost) for action in actions)
 
 
-@pytest.mark.parametrize("message", [CANCEL, Beat(1, 0, 0), malformed()])
+@pytest.mark.parametrize("message", [CANCEL, Heartbeat(1, 0, 0), malformed()])
 def test_anything_before_hello_is_refused(message: Message | Malformed) -> None:
     link = NeighbourLink(OURS)
     link.open(10.0)
@@ -209,9 +209,9 @@ def test_nothing_is_done_before_it_is_due() -> None:
 
 def test_a_beat_fills_the_silence_and_returns_the_last_stamp() -> None:
     link = opened(now=10.0)
-    link.receive(Beat(stamp=777, echo=0, held=0), 10.2)
+    link.receive(Heartbeat(stamp=777, echo=0, held=0), 10.2)
 
-    assert link.expire(10.5) == [Send(Beat(stamp=10_500_000, echo=777, held=300_000))]
+    assert link.expire(10.5) == [Send(Heartbeat(stamp=10_500_000, echo=777, held=300_000))]
     assert link.deadline == 10.5 + BEAT
 
 
@@ -239,7 +239,7 @@ def test_a_busy_link_is_measured_all_the_same() -> None:
 def test_the_round_trip_excludes_the_time_the_peer_held_the_stamp() -> None:
     link = opened(now=10.0)
 
-    link.receive(Beat(stamp=1, echo=10_000_000, held=180_000), 10.2)
+    link.receive(Heartbeat(stamp=1, echo=10_000_000, held=180_000), 10.2)
 
     assert link.round_trip_us == 20_000
 
@@ -247,14 +247,14 @@ def test_the_round_trip_excludes_the_time_the_peer_held_the_stamp() -> None:
 def test_the_round_trip_is_smoothed() -> None:
     link = opened(now=10.0)
 
-    link.receive(Beat(stamp=1, echo=10_000_000, held=180_000), 10.2)
-    link.receive(Beat(stamp=2, echo=10_200_000, held=0), 10.3)
+    link.receive(Heartbeat(stamp=1, echo=10_000_000, held=180_000), 10.2)
+    link.receive(Heartbeat(stamp=2, echo=10_200_000, held=0), 10.3)
 
     assert link.round_trip_us == 20_000 + (100_000 - 20_000) // 8
 
 
-@pytest.mark.parametrize("beat", [Beat(1, 0, 0), Beat(1, 10_000_000, 900_000)])
-def test_an_impossible_echo_measures_nothing(beat: Beat) -> None:
+@pytest.mark.parametrize("beat", [Heartbeat(1, 0, 0), Heartbeat(1, 10_000_000, 900_000)])
+def test_an_impossible_echo_measures_nothing(beat: Heartbeat) -> None:
     link = opened(now=10.0)
 
     assert link.receive(beat, 10.2) == []
@@ -277,8 +277,8 @@ def test_beats_that_waited_for_a_suspended_side_measure_no_round_trip(
 ) -> None:
     link = opened(now=10.0)
     (first,) = link.expire(10.0 + BEAT)
-    link.receive(Beat(7, 10_500_000, 0), 10.51)
-    waits = Beat(9, 10_500_000, 0)
+    link.receive(Heartbeat(7, 10_500_000, 0), 10.51)
+    waits = Heartbeat(9, 10_500_000, 0)
 
     actions = link.receive(waits, 12.0) if is_read_first else []
     actions += link.expire(12.0)
@@ -286,10 +286,10 @@ def test_beats_that_waited_for_a_suspended_side_measure_no_round_trip(
 
     assert isinstance(first, Send)
     assert link.round_trip_us == 10_000
-    assert actions == [Send(Beat(12_000_000, 7, 1_490_000))]
-    link.receive(Beat(11, 12_000_000, 490_000), 12.0 + BEAT)
+    assert actions == [Send(Heartbeat(12_000_000, 7, 1_490_000))]
+    link.receive(Heartbeat(11, 12_000_000, 490_000), 12.0 + BEAT)
     assert link.round_trip_us == 10_000
-    assert link.expire(12.0 + BEAT) == [Send(Beat(12_500_000, 11, 0))]
+    assert link.expire(12.0 + BEAT) == [Send(Heartbeat(12_500_000, 11, 0))]
 
 
 def test_a_side_suspended_while_dialing_waits_one_beat_more() -> None:

@@ -1,13 +1,13 @@
 from meshllm.names import SessionId
-from meshllm.protocol.session.messages import Cancel, Forward, Resume, Spent
+from meshllm.protocol.session.messages import Cancel, Forward, JobTimes, Resume
 
 SESSION, BASE = (SessionId(name * 16) for name in (b"s", b"b"))
 
 
 def test_jobs_add_up_part_by_part() -> None:
-    both = Spent(compute_us=100, serialise_us=10, queue_us=1) + Spent(200, 20, 2)
+    both = JobTimes(compute_us=100, serialise_us=10, queue_us=1) + JobTimes(200, 20, 2)
 
-    assert both == Spent(compute_us=300, serialise_us=30, queue_us=3)
+    assert both == JobTimes(compute_us=300, serialise_us=30, queue_us=3)
     assert both.total_us == 333
 
 

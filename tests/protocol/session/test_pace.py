@@ -4,13 +4,13 @@ import pytest
 
 from meshllm.errors import UserError
 from meshllm.protocol.session.codec import MAX_ROWS
-from meshllm.protocol.session.pace import Pace
+from meshllm.protocol.session.pace import PrefillPacing
 from meshllm.protocol.session.stage import MAX_PENDING
 
 
 @pytest.mark.parametrize(("chunk", "window"), [(1, 1), (MAX_ROWS, MAX_PENDING)])
 def test_a_pace_at_the_limits_is_accepted(chunk: int, window: int) -> None:
-    assert Pace(chunk=chunk, window=window).chunk == chunk
+    assert PrefillPacing(chunk=chunk, window=window).chunk == chunk
 
 
 @pytest.mark.parametrize(
@@ -19,4 +19,4 @@ def test_a_pace_at_the_limits_is_accepted(chunk: int, window: int) -> None:
 )
 def test_a_pace_beyond_the_limits_is_refused(chunk: int, window: int, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        Pace(chunk=chunk, window=window)
+        PrefillPacing(chunk=chunk, window=window)

@@ -5,8 +5,8 @@ import pytest
 from meshllm.protocol.session.split_head import (
     CREDIT,
     LONGEST_S,
+    MAX_REST,
     MISS,
-    MOST_REST,
     PATIENCE,
     PROOFS,
     REST,
@@ -74,7 +74,7 @@ def test_backoff_doubles_up_to_a_limit() -> None:
     rests = [rest_of(control) for _ in range(12)]
 
     assert rests[:3] == [REST, 2 * REST, 4 * REST]
-    assert max(rests) == MOST_REST
+    assert max(rests) == MAX_REST
 
 
 def test_useful_answers_restore_credit_and_reset_the_backoff() -> None:

@@ -16,14 +16,14 @@ from meshllm.protocol.session.messages import (
     Flags,
     Forward,
     Gap,
+    JobTimes,
     Logits,
     Malformed,
+    RankStats,
     Resume,
     SessionMessage,
-    Spent,
-    Tally,
 )
-from meshllm.protocol.session.pace import Pace
+from meshllm.protocol.session.pace import PrefillPacing
 from meshllm.protocol.session.stage import (
     MAX_CLOSED,
     MAX_PENDING,
@@ -48,7 +48,7 @@ from tests.builders.stage import (
     shelf_of,
 )
 
-NO_TALLY = Tally(Spent(0, 0, 0), 0, 0, 0)
+NO_TALLY = RankStats(JobTimes(0, 0, 0), 0, 0, 0)
 
 
 def middle() -> Stage:
@@ -545,14 +545,14 @@ def test_close_frees_the_session_and_carries_the_tally_of_its_decode_steps() -> 
     stage = Stage(2, 3, epoch=EPOCH)
     stage.round_trip_us = 450
     stage.receive(data(0, rows=2, flags=Flags.PREFILL), 0.0)
-    stage.computed(ONE, None, 0.0, Spent(1000, 2000, 3000))
+    stage.computed(ONE, None, 0.0, JobTimes(1000, 2000, 3000))
     for pos in (2, 3):
         stage.receive(data(pos, flags=Flags.NEED_ROW), 0.0)
         stage.computed(ONE, blob(1), 0.0, SPENT)
 
     actions = stage.receive(Close(ONE, EPOCH, 0, (NO_TALLY,)), 1.0)
 
-    tally = Tally(Spent(20, 6, 2), steps=2, bytes_sent=2 * size(data(2)), round_trip_us=450)
+    tally = RankStats(JobTimes(20, 6, 2), steps=2, bytes_sent=2 * size(data(2)), round_trip_us=450)
     assert actions == [Free(ONE), Forward(Close(ONE, EPOCH, 0, (NO_TALLY, tally)))]
 
 
@@ -623,7 +623,7 @@ def test_an_idle_session_is_freed_and_can_come_back() -> None:
 
 
 def test_a_session_is_not_idle_while_its_entry_waits_for_a_slow_rank() -> None:
-    stage, pace = Stage(1, 3, epoch=EPOCH), Pace()
+    stage, pace = Stage(1, 3, epoch=EPOCH), PrefillPacing()
     stage.receive(data(0), 0.0)
     stage.computed(ONE, blob(1), 0.0, SPENT)
     latest = max(MAX_PENDING - 1, 1 << pace.retries) * pace.patience_s

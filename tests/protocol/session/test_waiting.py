@@ -15,15 +15,15 @@ from meshllm.protocol.session.actions import Closed, Embed, Failed, GenerationTa
 from meshllm.protocol.session.blob import seal, session_key
 from meshllm.protocol.session.codec import MAX_POSITION, MAX_ROWS
 from meshllm.protocol.session.entry import Entry
-from meshllm.protocol.session.messages import Blob, Close, DType, Forward, Spent, Tally
-from meshllm.protocol.session.pace import Pace
+from meshllm.protocol.session.messages import Blob, Close, DType, Forward, JobTimes, RankStats
+from meshllm.protocol.session.pace import PrefillPacing
 from meshllm.protocol.session.stage import MAX_PENDING, Action, Compute, Stage, Withdraw
-from meshllm.protocol.session.waiting import MAX_DATA_BYTES, PromptQueue, WaitingRoom
+from meshllm.protocol.session.waiting import MAX_DATA_BYTES, PromptQueue, RowQueueLimits
 from meshllm.request import FinishReason
 from meshllm.transport.contract import MAX_MESSAGE_BYTES
 
 EPOCH = 5
-SPENT = Spent(1, 0, 0)
+SPENT = JobTimes(1, 0, 0)
 QWEN, EMBEDDED = 1024 * 2, 256 * 2  # bytes of a row: Qwen3-0.6B, the model of 10 MB; bf16
 CPU = ((1, 1.5e-3), (32, 4e-3), (256, 28e-3))  # s of a layer of Qwen3-0.6B on two cores
 GPU = ((1, 4e-5), (32, 4e-5), (256, 6e-5))
@@ -40,7 +40,7 @@ def task(session: SessionId, prompt: int, given: int = 0) -> GenerationTask:
     return GenerationTask(session, EPOCH, 2, tokens, max_tokens=1, context=most, given=given)
 
 
-def chunks_in_flight(prompt: int, pace: Pace, queue: PromptQueue) -> int:
+def chunks_in_flight(prompt: int, pace: PrefillPacing, queue: PromptQueue) -> int:
     """Return how many chunks an entry sends before one comes back."""
     entry = Entry(task(ONE, prompt), pace, queue)
     actions, count = list(entry.open(0.0)), 0
@@ -68,20 +68,20 @@ def test_a_prompt_alone_has_as_many_chunks_in_flight_as_when_each_session_had_64
             for table in (CPU, GPU)
             for latency_s in (1e-4, 0.02)
         ),
-        *(Pace(chunk=chunk, window=ring) for chunk in (1024, 3072, MAX_ROWS)),
+        *(PrefillPacing(chunk=chunk, window=ring) for chunk in (1024, 3072, MAX_ROWS)),
     ]
 
     for pace in paces:
-        queue = PromptQueue(WaitingRoom(row_bytes).prompt_bytes // row_bytes)
+        queue = PromptQueue(RowQueueLimits(row_bytes).prompt_bytes // row_bytes)
         before = min(pace.window, (64 << 20) // (pace.chunk * row_bytes))
         assert chunks_in_flight(prompt, pace, queue) == min(before, -(-prompt // pace.chunk))
 
 
 @pytest.mark.parametrize(("chunk", "window"), [(256, 16), (1024, 16), (4096, 4)])
 def test_a_prompt_alone_has_all_the_room(chunk: int, window: int) -> None:
-    queue = PromptQueue(WaitingRoom(QWEN).prompt_bytes // QWEN)
+    queue = PromptQueue(RowQueueLimits(QWEN).prompt_bytes // QWEN)
 
-    assert chunks_in_flight(200_000, Pace(chunk=chunk, window=16), queue) == window
+    assert chunks_in_flight(200_000, PrefillPacing(chunk=chunk, window=16), queue) == window
 
 
 @dataclass
@@ -135,7 +135,7 @@ class Fed:
                 self.computing.remove(job)
                 self.run(self.stage.withdrawn(session))
 
-    def start(self, number: int, tokens: int, pace: Pace) -> SessionId:
+    def start(self, number: int, tokens: int, pace: PrefillPacing) -> SessionId:
         """Begin with a prompt."""
         name = SessionId(number.to_bytes(16, "big"))
         self.entries[name] = Entry(task(name, tokens), pace, self.queue)
@@ -150,7 +150,7 @@ class Fed:
         self.run(self.stage.computed(job.session, row, 0.0, SPENT))
 
 
-def feed(room: WaitingRoom, prompts: int, tokens: int, pace: Pace) -> Fed:
+def feed(room: RowQueueLimits, prompts: int, tokens: int, pace: PrefillPacing) -> Fed:
     queue = PromptQueue(room.prompt_bytes // ROW)
     names = [SessionId(number.to_bytes(16, "big")) for number in range(prompts)]
     entries = {name: Entry(task(name, tokens), pace, queue) for name in names}
@@ -164,9 +164,9 @@ def feed(room: WaitingRoom, prompts: int, tokens: int, pace: Pace) -> Fed:
 @pytest.mark.no_cover
 @pytest.mark.parametrize(("chunk", "window"), [(4096, 16), (1500, 4), (1024, 8), (64, 16)])
 def test_prompts_of_all_sessions_never_exceed_the_room(chunk: int, window: int) -> None:
-    room, tokens = WaitingRoom(ROW), 20_000
+    room, tokens = RowQueueLimits(ROW), 20_000
 
-    fed = feed(room, MAX_SESSIONS, tokens, Pace(chunk=chunk, window=window))
+    fed = feed(room, MAX_SESSIONS, tokens, PrefillPacing(chunk=chunk, window=window))
     while fed.computing:
         fed.compute()
 
@@ -179,7 +179,7 @@ def test_prompts_of_all_sessions_never_exceed_the_room(chunk: int, window: int) 
 
 
 def test_prompts_that_share_the_room_take_turns() -> None:
-    fed = feed(WaitingRoom(ROW), MAX_SESSIONS, 40_960, Pace(chunk=MAX_ROWS, window=16))
+    fed = feed(RowQueueLimits(ROW), MAX_SESSIONS, 40_960, PrefillPacing(chunk=MAX_ROWS, window=16))
     for _ in range(4 + 5 * MAX_SESSIONS):
         fed.compute()
 
@@ -190,7 +190,7 @@ def test_prompts_that_share_the_room_take_turns() -> None:
 @pytest.mark.parametrize("given", [0, 400])
 def test_the_steps_of_all_sessions_fit_beside_the_prompts(given: int) -> None:
     """Also those of answers that an earlier ring had begun, while nothing comes back."""
-    room, pace = WaitingRoom(QWEN), Pace(chunk=1024, window=8)
+    room, pace = RowQueueLimits(QWEN), PrefillPacing(chunk=1024, window=8)
     queue, names = PromptQueue(room.prompt_bytes // QWEN), list[SessionId]()
     for number in range(MAX_SESSIONS):
         names.append(SessionId(number.to_bytes(16)))
@@ -210,9 +210,9 @@ def test_the_steps_of_all_sessions_fit_beside_the_prompts(given: int) -> None:
 
 def test_a_room_holds_any_message_and_has_a_limit() -> None:
     assert MAX_DATA_BYTES == MAX_MESSAGE_BYTES
-    assert WaitingRoom(QWEN).prompt_bytes == 4 * MAX_ROWS * QWEN == 32 << 20
-    assert WaitingRoom(1 << 20).prompt_bytes == 4 * MAX_MESSAGE_BYTES
-    assert WaitingRoom(1 << 20).max_waiting == 1 << 30
+    assert RowQueueLimits(QWEN).prompt_bytes == 4 * MAX_ROWS * QWEN == 32 << 20
+    assert RowQueueLimits(1 << 20).prompt_bytes == 4 * MAX_MESSAGE_BYTES
+    assert RowQueueLimits(1 << 20).max_waiting == 1 << 30
 
 
 class Rows:
@@ -280,8 +280,8 @@ def test_a_session_whose_rows_do_not_fit_in_its_turn_stays_first() -> None:
 
 def test_a_session_in_the_queue_can_end() -> None:
     queue = PromptQueue(4)
-    first = Entry(task(ONE, 6), Pace(chunk=4), queue)
-    second = Entry(task(TWO, 6), Pace(chunk=4), queue)
+    first = Entry(task(ONE, 6), PrefillPacing(chunk=4), queue)
+    second = Entry(task(TWO, 6), PrefillPacing(chunk=4), queue)
     first.open(0.0)
 
     assert second.open(0.0) == []
@@ -290,14 +290,14 @@ def test_a_session_in_the_queue_can_end() -> None:
     assert [*queue.waiting] == []
     first.finish(FinishReason.CANCELLED, 1.0)
     assert not queue.take(THREE, 1)  # until its rows are known to be gone
-    close = Close(ONE, EPOCH, tallies=(Tally(SPENT, 0, 0, 0),))
+    close = Close(ONE, EPOCH, tallies=(RankStats(SPENT, 0, 0, 0),))
     assert first.receive(close, 2.0) == [Closed(close.tallies)]
     assert queue.next() == THREE
 
 
 def test_a_lost_ring_leaves_the_queue() -> None:
     queue = PromptQueue(4)
-    entry = Entry(task(ONE, 6), Pace(chunk=4), queue)
+    entry = Entry(task(ONE, 6), PrefillPacing(chunk=4), queue)
     entry.open(0.0)
 
     assert entry.interrupt()
@@ -310,7 +310,7 @@ def test_rows_that_are_computed_again_wait_for_their_turn_too(is_step: bool) -> 
     queue, lost, chunk = PromptQueue(5), (Span(4, 8),), Chunk(5, is_step)
     base = PrefixHit(TWO, 5, whole=False, chunks=(chunk,), lost=lost)
     queue.enter(THREE, other := Rows(1))
-    entry = Entry(task(ONE, 9), Pace(chunk=4), queue)
+    entry = Entry(task(ONE, 9), PrefillPacing(chunk=4), queue)
 
     (resume,) = entry.open(0.0, base)
     other.in_flight = 0
@@ -328,7 +328,7 @@ FLOODS = [(8, 1024, 4), (8, 2048, 2), (4, 4096, 4), (8, 512, 16)]
 def test_prompts_that_were_stopped_leave_their_room_to_others(
     prompts: int, chunk: int, window: int
 ) -> None:
-    room, pace = WaitingRoom(ROW), Pace(chunk=chunk, window=window)
+    room, pace = RowQueueLimits(ROW), PrefillPacing(chunk=chunk, window=window)
     fed = feed(room, prompts, 40_960, pace)
     for name, entry in list(fed.entries.items()):
         fed.take(name, [*entry.finish(FinishReason.CANCELLED, 0.0)])
@@ -345,8 +345,8 @@ def test_prompts_that_were_stopped_leave_their_room_to_others(
 def test_prompts_that_are_sent_again_keep_to_the_room(
     prompts: int, chunk: int, window: int
 ) -> None:
-    room = WaitingRoom(ROW)
-    fed = feed(room, prompts, 40_960, Pace(chunk=chunk, window=window))
+    room = RowQueueLimits(ROW)
+    fed = feed(room, prompts, 40_960, PrefillPacing(chunk=chunk, window=window))
 
     for _ in range(3):
         for name, entry in list(fed.entries.items()):
@@ -359,7 +359,7 @@ def test_prompts_that_are_sent_again_keep_to_the_room(
 
 
 def test_a_user_who_stops_again_and_again_takes_no_room_of_others() -> None:
-    room, pace = WaitingRoom(ROW), Pace(chunk=4096, window=3)
+    room, pace = RowQueueLimits(ROW), PrefillPacing(chunk=4096, window=3)
     fed = feed(room, 1, 40_960, pace)
 
     for number in range(100, 180):

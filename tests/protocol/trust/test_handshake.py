@@ -30,7 +30,7 @@ from meshllm.protocol.trust.handshake import (
     HandshakeDialer,
     HandshakeListener,
     HandshakeState,
-    Own,
+    LocalIdentity,
     Purpose,
     UnknownClaim,
 )
@@ -82,7 +82,9 @@ LOW_ORDER = (  # Curve25519 points with all-zero shared secrets (RFC 7748, 6.1; 
 class Talk:
     """A handshake advanced by ``until`` messages."""
 
-    def __init__(self, own: Own = AS_MEMBER, host: Own = AS_HOST, until: int = 4) -> None:
+    def __init__(
+        self, own: LocalIdentity = AS_MEMBER, host: LocalIdentity = AS_HOST, until: int = 4
+    ) -> None:
         self.dialer = make_dialer(own)
         self.listener = make_listener(host, guests=(TICKET.psk, MESH))
         self.messages = [said(self.dialer.start())]
@@ -259,7 +261,7 @@ def test_a_dialer_sends_nothing_more_to_an_unexpected_node() -> None:
 
 
 def test_a_ticket_is_proven_to_its_inviter_only() -> None:
-    impostor = make_listener(Own(GUEST, 1, MEMBER))
+    impostor = make_listener(LocalIdentity(GUEST, 1, MEMBER))
     dialer = make_dialer(replace(AS_JOINER, key=OTHER))
 
     second = said(impostor.receive(said(dialer.start())))
@@ -306,14 +308,16 @@ OF_GUEST = issue(GUEST, MEMBER, OTHER.node, Role.NODE)
     ("own", "removals", "words"),
     [
         (AS_MEMBER, {GUEST.node: REMOVAL}, "is removed"),
-        (Own(OTHER, 1, OF_GUEST), {GUEST.node: REMOVAL}, "which was removed"),
-        (Own(OTHER, 1, MEMBER), {GUEST.node: REMOVAL}, "shows the credential of"),
-        (Own(OTHER, 1, MEMBER), {}, "shows the credential of"),
-        (Own(OTHER, 1, EXPIRED), {}, "expired"),
-        (Own(OTHER, 1, replace(found(OTHER, bytes(16)), mesh=MESH)), {}, "another mesh"),
+        (LocalIdentity(OTHER, 1, OF_GUEST), {GUEST.node: REMOVAL}, "which was removed"),
+        (LocalIdentity(OTHER, 1, MEMBER), {GUEST.node: REMOVAL}, "shows the credential of"),
+        (LocalIdentity(OTHER, 1, MEMBER), {}, "shows the credential of"),
+        (LocalIdentity(OTHER, 1, EXPIRED), {}, "expired"),
+        (LocalIdentity(OTHER, 1, replace(found(OTHER, bytes(16)), mesh=MESH)), {}, "another mesh"),
     ],
 )
-def test_a_former_member_receives_no_byte(own: Own, removals: Removals, words: str) -> None:
+def test_a_former_member_receives_no_byte(
+    own: LocalIdentity, removals: Removals, words: str
+) -> None:
     first = said(make_dialer(own).start())
 
     assert words in expect_end(make_listener(removals=removals), first, NotAuthorised)
@@ -321,7 +325,7 @@ def test_a_former_member_receives_no_byte(own: Own, removals: Removals, words: s
 
 def test_a_member_that_a_removal_spares_is_answered() -> None:
     spared = {GUEST.node: remove(HOST, MESH, GUEST.node, NOW, (OTHER.node,))}
-    dialer = make_dialer(Own(OTHER, 1, OF_GUEST))
+    dialer = make_dialer(LocalIdentity(OTHER, 1, OF_GUEST))
 
     second = said(make_listener(removals=spared).receive(said(dialer.start())))
 
@@ -491,7 +495,7 @@ def test_a_low_order_point_is_refused(point: bytes) -> None:
     assert "low-order" in expect_end(dialer, forger.hello + bytes(112), PeerFault)
 
 
-def insider(own: Own = AS_MEMBER) -> tuple[HandshakeListener, Transcript]:
+def insider(own: LocalIdentity = AS_MEMBER) -> tuple[HandshakeListener, Transcript]:
     """Return a listener, and the transcript of a dialer that it answers."""
     listener, transcript = make_listener(), Transcript(own.psk, FRESH_DIALER)
     first = said(make_dialer(own).start())
@@ -526,7 +530,7 @@ def test_a_malformed_claim_is_refused(claim: bytes, words: str) -> None:
     ids=["purpose", "purpose of a guest", "role"],
 )
 def test_what_only_a_later_version_knows_is_refused_with_the_reason(
-    own: Own, claim: bytes, what: str
+    own: LocalIdentity, claim: bytes, what: str
 ) -> None:
     listener, transcript = insider(own)
 

@@ -7,11 +7,20 @@ import pytest
 from meshllm.errors import MeshError, NotAuthorised, PeerFault
 from meshllm.names import MeshId
 from meshllm.protocol.trust.identity import NodeKey
-from meshllm.protocol.trust.transcript import FIRST_BYTES, HELLO_BYTES, VERSION, Fresh, Transcript
+from meshllm.protocol.trust.transcript import (
+    FIRST_BYTES,
+    HELLO_BYTES,
+    VERSION,
+    HandshakeRandomness,
+    Transcript,
+)
 
 MESH = MeshId(bytes(range(16)))
 KEY = NodeKey(bytes(32))
-ONE, OTHER = Fresh(bytes([1]) * 32, bytes(16)), Fresh(bytes([2]) * 32, bytes(16))
+ONE, OTHER = (
+    HandshakeRandomness(bytes([1]) * 32, bytes(16)),
+    HandshakeRandomness(bytes([2]) * 32, bytes(16)),
+)
 
 
 def agreed() -> tuple[Transcript, Transcript]:

@@ -1,5 +1,5 @@
 // The chat: conversations with a model, and the answers as they come.
-import { at, button, call, counted, element, key, objects, patch, silence } from "./door.js";
+import { at, button, call, counted, element, key, objects, patch, silence } from "./api.js";
 import { copy, render } from "./markdown.js";
 import { blank, forget, isAbout, load, newId, save, stored, title } from "./talks.js";
 

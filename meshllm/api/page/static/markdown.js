@@ -1,5 +1,5 @@
 // A part of Markdown as DOM nodes, which are made of text only: no HTML is ever parsed.
-import { button, element } from "./door.js";
+import { button, element } from "./api.js";
 
 const starts = /^(#{1,6} |>|\s*([-*+]|\d{1,9}[.)]) |\s*([-*_])(\s*\3){2,}\s*$)/;
 const opening = /^( {0,3})(`{3,}(?=[^`]*$)|~{3,})(.*)$/; // of fenced code

@@ -1,5 +1,5 @@
 // The mesh as figures, a drawing, tables and a list of events; and the models that it serves.
-import { at, bytes, counted, element, ms, row, short, words } from "./door.js";
+import { at, bytes, counted, element, ms, row, short, words } from "./api.js";
 import { withCode } from "./markdown.js";
 
 const SVG = "http://www.w3.org/2000/svg";

@@ -1,5 +1,5 @@
 // Keys and usage, for the owner; and the notice where the owner's key is needed.
-import { at, button, call, counted, key, row } from "./door.js";
+import { at, button, call, counted, key, row } from "./api.js";
 import { copy } from "./markdown.js";
 
 const owners = ["plan", "keys"];

@@ -1,6 +1,6 @@
 // The views of the page, the key, and the state of the mesh, which most views show.
 import { offerModels, startChat } from "./chat.js";
-import { at, headers, keep, key, objects, silence } from "./door.js";
+import { at, headers, keep, key, objects, silence } from "./api.js";
 import { drawMesh, drawModels, drawRings } from "./mesh.js";
 import { drawPlan, startPlan } from "./plan.js";
 import { showOwner, startOwner } from "./owner.js";

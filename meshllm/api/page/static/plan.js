@@ -1,5 +1,5 @@
 // Plans to try out, for the owner: what another policy, memory or number of nodes would give.
-import { at, call, counted, element, ms, row } from "./door.js";
+import { at, call, counted, element, ms, row } from "./api.js";
 import { rate } from "./mesh.js";
 
 const gibibyte = 2 ** 30;

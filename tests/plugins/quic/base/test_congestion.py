@@ -14,7 +14,7 @@ from aioquic.tls import Epoch
 
 from meshllm_quic.base.congestion import (
     LATE_S,
-    LEAST_PACKETS,
+    MIN_PACKETS,
     NAME,
     QUEUE_PACKETS,
     START_PACKETS,
@@ -330,7 +330,7 @@ def test_a_slow_link_has_four_packets_in_flight_at_least() -> None:
         link.send(1)
         windows.append(link.made.congestion_window)
 
-    assert min(windows) == LEAST_PACKETS * SIZE
+    assert min(windows) == MIN_PACKETS * SIZE
 
 
 @pytest.mark.parametrize("size", [8 * KIB, 16 * KIB, 64 * KIB])
@@ -517,7 +517,7 @@ def test_persistent_congestion_restarts_with_the_minimum_window() -> None:
     made.on_packets_lost(now=9.0, packets=[lost])
     made.on_persistent_congestion()
 
-    assert made.congestion_window == LEAST_PACKETS * SIZE
+    assert made.congestion_window == MIN_PACKETS * SIZE
     assert made.bytes_in_flight == 0
 
 

@@ -11,7 +11,7 @@ from aioquic.quic.packet import encode_quic_retry
 from meshllm.errors import LinkLost, MeshError, PeerFault
 from meshllm.testing.clock import VirtualLoop
 from meshllm.transport.contract import MAX_MESSAGE_BYTES, Channel, Link, SupportsUnreadLimit
-from meshllm.transport.linger import MOST_S, STALL_S
+from meshllm.transport.linger import MAX_S, STALL_S
 from meshllm_quic.base.identity import IDLE_S, UNAUTHENTICATED_WINDOW, Identity
 from meshllm_quic.link.connection import (
     BROKEN,
@@ -286,7 +286,7 @@ async def test_a_peer_that_reads_slowly_delays_the_end_only_for_a_while() -> Non
 
         await other.send([bytes(1_000_000)])
         await other.close()
-        await asyncio.sleep(MOST_S - 2.0)
+        await asyncio.sleep(MAX_S - 2.0)
         assert len(endpoint.table) == 1
         await asyncio.sleep(STALL_S + 2.0)
 

@@ -10,7 +10,7 @@ from meshllm_quic.path.rate_limit import host_of
 from meshllm_quic.relay.relay_limiter import ConnectionLimiter, CountedConnection, stream_source
 
 
-class Door:
+class LimitedRelay:
     """Connections to a limiter, by number."""
 
     def __init__(self, limiter: ConnectionLimiter) -> None:
@@ -30,15 +30,15 @@ class Door:
 class Visitor:
     """One of them."""
 
-    def __init__(self, door: Door, number: int) -> None:
-        self.door, self.number = door, number
+    def __init__(self, relay: LimitedRelay, number: int) -> None:
+        self.relay, self.number = relay, number
 
     def drop(self) -> None:
-        self.door.dropped.append(self.number)
+        self.relay.dropped.append(self.number)
 
 
 def test_connections_per_host_are_limited() -> None:
-    limiter = Door(ConnectionLimiter(most=10, most_of_host=2))
+    limiter = LimitedRelay(ConnectionLimiter(most=10, most_of_host=2))
 
     assert [limiter.enter("192.0.2.1") for _ in range(3)] == [True, True, False]
     assert limiter.enter("192.0.2.2")
@@ -47,7 +47,7 @@ def test_connections_per_host_are_limited() -> None:
 
 
 def test_all_addresses_of_one_network_of_ipv6_are_one_host() -> None:
-    limiter = Door(ConnectionLimiter(most=10, most_of_host=2))
+    limiter = LimitedRelay(ConnectionLimiter(most=10, most_of_host=2))
 
     entered = [limiter.enter(f"2001:db8::{number}") for number in range(1, 4)]
 
@@ -58,14 +58,14 @@ def test_all_addresses_of_one_network_of_ipv6_are_one_host() -> None:
 
 
 def test_connections_per_network_are_limited() -> None:
-    limiter = Door(ConnectionLimiter(most_of_network=2))
+    limiter = LimitedRelay(ConnectionLimiter(most_of_network=2))
 
     assert [limiter.enter(f"192.0.2.{number}") for number in range(3)] == [True, True, False]
     assert limiter.enter("192.0.3.1")
 
 
 def test_connections_in_total_are_limited() -> None:
-    limiter = Door(ConnectionLimiter(most=2, most_of_host=2))
+    limiter = LimitedRelay(ConnectionLimiter(most=2, most_of_host=2))
 
     assert [limiter.enter(host) for host in ("192.0.2.1", "192.0.2.2", "192.0.2.3")] == [
         True,
@@ -77,52 +77,52 @@ def test_connections_in_total_are_limited() -> None:
 
 
 def test_when_all_places_are_taken_the_most_crowded_network_makes_room() -> None:
-    door = Door(ConnectionLimiter(most=4))
+    relay = LimitedRelay(ConnectionLimiter(most=4))
     for host in ("198.51.100.1", "192.0.2.1", "192.0.2.2", "192.0.2.3"):
-        assert door.enter(host)
-    door.limiter.use(door.made[1])
+        assert relay.enter(host)
+    relay.limiter.use(relay.made[1])
 
-    assert door.enter("203.0.113.1")
-    assert door.dropped == [2]
-    assert not door.enter("198.51.100.2")  # two networks of two would not be fairer
-    door.limiter.use(door.made[3])
-    door.leave(4)
-    assert door.enter("192.0.2.4")
-    door.limiter.use(door.made[-1])
-    assert door.enter("203.0.113.2")
-    assert door.dropped == [2, 1]
-    assert len(door.limiter._hosts) == 4
+    assert relay.enter("203.0.113.1")
+    assert relay.dropped == [2]
+    assert not relay.enter("198.51.100.2")  # two networks of two would not be fairer
+    relay.limiter.use(relay.made[3])
+    relay.leave(4)
+    assert relay.enter("192.0.2.4")
+    relay.limiter.use(relay.made[-1])
+    assert relay.enter("203.0.113.2")
+    assert relay.dropped == [2, 1]
+    assert len(relay.limiter._hosts) == 4
 
 
 @pytest.mark.parametrize(("networks", "enters"), [(1, True), (3, True), (4, False)])
 def test_strangers_of_fewer_networks_than_places_keep_no_other_network_out(
     networks: int, enters: bool
 ) -> None:
-    door = Door(ConnectionLimiter(most=4))
+    relay = LimitedRelay(ConnectionLimiter(most=4))
     for number in range(4):
-        assert door.enter(f"192.0.{number % networks}.{number}")
+        assert relay.enter(f"192.0.{number % networks}.{number}")
 
-    assert door.enter("203.0.113.1") is enters
+    assert relay.enter("203.0.113.1") is enters
 
 
 def test_one_that_has_left_is_not_used() -> None:
-    door = Door(ConnectionLimiter(most=1))
-    assert door.enter("192.0.2.1")
-    door.leave(0)
+    relay = LimitedRelay(ConnectionLimiter(most=1))
+    assert relay.enter("192.0.2.1")
+    relay.leave(0)
 
-    door.limiter.use(door.made[0])  # a stream notes it until it is closed
+    relay.limiter.use(relay.made[0])  # a stream notes it until it is closed
 
-    assert door.limiter._used == set()
+    assert relay.limiter._used == set()
 
 
 def test_one_that_leaves_is_no_longer_used() -> None:
-    door = Door(ConnectionLimiter(most=1))
-    assert door.enter("192.0.2.1")
-    door.limiter.use(door.made[0])
+    relay = LimitedRelay(ConnectionLimiter(most=1))
+    assert relay.enter("192.0.2.1")
+    relay.limiter.use(relay.made[0])
 
-    door.leave(0)
+    relay.leave(0)
 
-    assert door.limiter._used == set()
+    assert relay.limiter._used == set()
 
 
 class Wire(Transport):

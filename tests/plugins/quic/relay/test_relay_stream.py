@@ -254,8 +254,10 @@ async def test_a_proxy_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatc
         writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
         await join((reader, writer), await asyncio.open_connection(HOST, port))
 
-    async with serving() as (_, port), await asyncio.start_server(proxy, HOST, 0) as door:
-        monkeypatch.setenv("http_proxy", f"http://{HOST}:{door.sockets[0].getsockname()[1]}")
+    async with serving() as (_, port), await asyncio.start_server(proxy, HOST, 0) as proxy_server:
+        monkeypatch.setenv(
+            "http_proxy", f"http://{HOST}:{proxy_server.sockets[0].getsockname()[1]}"
+        )
         monkeypatch.setenv("no_proxy", "")
         async with running("ws://relay.invalid:80/relay") as ours:
             await ours.changes.get()
@@ -319,8 +321,8 @@ async def test_a_relay_behind_a_proxy_with_a_certificate_is_reached(
 
     async with (
         serving() as (_, port),
-        await asyncio.start_server(unwrap, HOST, 0, ssl=context) as door,
-        running(stream_uri(HOST, door.sockets[0].getsockname()[1], is_secure=True)) as ours,
+        await asyncio.start_server(unwrap, HOST, 0, ssl=context) as proxy_server,
+        running(stream_uri(HOST, proxy_server.sockets[0].getsockname()[1], is_secure=True)) as ours,
     ):
         await ours.changes.get()
 
@@ -331,8 +333,8 @@ async def test_an_untrusted_certificate_is_an_error(tmp_path: Path) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate(tmp_path))
 
-    async with await asyncio.start_server(lambda *_: None, HOST, 0, ssl=context) as door:
-        uri = stream_uri(HOST, door.sockets[0].getsockname()[1], is_secure=True)
+    async with await asyncio.start_server(lambda *_: None, HOST, 0, ssl=context) as proxy_server:
+        uri = stream_uri(HOST, proxy_server.sockets[0].getsockname()[1], is_secure=True)
         async with running(uri) as ours:
             await until(lambda: ours.stream.last_error)
 

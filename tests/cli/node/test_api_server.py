@@ -1,4 +1,4 @@
-"""What is printed about an open door of the API."""
+"""What is printed about an open API server of the API."""
 
 import json
 import shlex
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshllm.api.access.accounts import Accounts, KeyLimits
-from meshllm.cli.node.door import announce, opened_door
+from meshllm.cli.node.api_server import announce, opened_api_server
 from meshllm.config import Settings
 from meshllm.log import setup
 from meshllm.status import ModelStatus
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.socket
         ("127.0.0.1", ["203.0.113.7", "127.0.0.1"], None),
     ],
 )
-def test_a_door_on_every_address_names_the_one_for_other_machines(
+def test_an_api_server_on_every_address_names_the_one_for_other_machines(
     bound: str,
     hosts: list[str],
     told: str | None,
@@ -39,9 +39,9 @@ def test_a_door_on_every_address_names_the_one_for_other_machines(
     with Accounts.open(tmp_path / "state") as accounts:
         accounts.create("a", KeyLimits(), 0.0)
 
-    with opened_door(chosen, f"{bound}:0") as door:
-        announce(door, ())
-        port = door.bound.getsockname()[1]
+    with opened_api_server(chosen, f"{bound}:0") as api_server:
+        announce(api_server, ())
+        port = api_server.bound.getsockname()[1]
 
     lines = [line for line in capsys.readouterr().err.splitlines() if "other machines" in line]
     assert lines == ([f"from other machines: http://{told}:{port}/v1"] if told else [])
@@ -56,9 +56,9 @@ def test_messages_are_records_where_the_log_is_json(
         accounts.create("a", KeyLimits(), 0.0)
     setup(1, json=True)
 
-    with opened_door(chosen, "0.0.0.0:0") as door:
-        announce(door, ())
-        url = door.url
+    with opened_api_server(chosen, "0.0.0.0:0") as api_server:
+        announce(api_server, ())
+        url = api_server.url
 
     records = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     facts = [each["fields"] for each in records]
@@ -72,8 +72,8 @@ def test_a_name_of_another_machine_ends_no_word_of_the_request(
     name = "fox'; touch taken; '\x1b"
     chosen = replace(Settings(), state=str(tmp_path / "state"))
 
-    with opened_door(chosen, "127.0.0.1:0") as door:
-        announce(door, (replace(FOX, name=name),))
+    with opened_api_server(chosen, "127.0.0.1:0") as api_server:
+        announce(api_server, (replace(FOX, name=name),))
         curl = capsys.readouterr().out.splitlines()[2]
 
     words = shlex.split(curl)
@@ -93,7 +93,7 @@ def test_the_request_to_try_names_what_is_served(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with opened_door(replace(Settings(), state=str(tmp_path)), "127.0.0.1:0") as door:
-        announce(door, served, given)
+    with opened_api_server(replace(Settings(), state=str(tmp_path)), "127.0.0.1:0") as api_server:
+        announce(api_server, served, given)
 
     assert json.loads(shlex.split(capsys.readouterr().out)[-1])["model"] == told

@@ -1,6 +1,7 @@
 """Strangers that hold the places of unauthenticated connections and say nothing.
 
-``python -m tests.security.doors`` lets those of an IPv6 network do that, in a network namespace.
+``python -m tests.security.api_servers`` lets those of an IPv6 network do that, in a network
+namespace.
 """
 
 import asyncio
@@ -48,7 +49,7 @@ def silent_upgrades_of_ipv6() -> Outcome:
     if subprocess.run([*within, "true"], capture_output=True, check=False).returncode:
         return Outcome("skipped: needs a network namespace", "none", held=True)
     done = subprocess.run(
-        [*within, sys.executable, "-m", "tests.security.doors"],
+        [*within, sys.executable, "-m", "tests.security.api_servers"],
         capture_output=True,
         text=True,
         check=False,

@@ -1,6 +1,6 @@
 """The time that the API adds to the in-process call: to the first token, and to each later one.
 
-``python -m tests.bench.door [--model NAME] [--tokens 128] [--rounds 15] [--threads 1]``
+``python -m tests.bench.api_server [--model NAME] [--tokens 128] [--rounds 15] [--threads 1]``
 
 A ring of one node answers in this process. In each round one prompt is asked by a call, and a like
 one over HTTP on loopback, streamed as a text completion; the client reads bytes in the same event
@@ -22,7 +22,7 @@ from time import perf_counter
 from typing import Self
 
 from meshllm.api.access.accounts import Accounts
-from meshllm.api.tcp import Door, DoorOptions, open_door
+from meshllm.api.tcp import ApiServer, ApiServerOptions, open_api_server
 from meshllm.model.files.source import resolve
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
@@ -58,7 +58,7 @@ class Row:
 
 
 class RingPort:
-    """What a door needs of a node, over a ring in this process."""
+    """What an API server needs of a node, over a ring in this process."""
 
     def __init__(self, ring: LocalRing, model: str) -> None:
         self.ring, self.model = ring, model
@@ -101,8 +101,10 @@ async def by_call(ring: LocalRing, prompt: str, tokens: int) -> tuple[float, flo
     return times(begin, first, perf_counter(), tokens)
 
 
-async def by_http(door: Door, model: str, prompt: str, tokens: int) -> tuple[float, float]:
-    """Ask the ring through the door; the connection is kept, as clients keep theirs."""
+async def by_http(
+    api_server: ApiServer, model: str, prompt: str, tokens: int
+) -> tuple[float, float]:
+    """Ask the ring through the API server; the connection is kept, as clients keep theirs."""
     fields = {
         "model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True,
         "ignore_eos": True,
@@ -111,7 +113,7 @@ async def by_http(door: Door, model: str, prompt: str, tokens: int) -> tuple[flo
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
     )
-    reader, writer = await asyncio.open_connection(*door.bound.getsockname()[:2])
+    reader, writer = await asyncio.open_connection(*api_server.bound.getsockname()[:2])
     try:
         begin, first = perf_counter(), 0.0
         writer.write(head.encode() + body)
@@ -132,13 +134,15 @@ async def run(options: argparse.Namespace, report: Report) -> int:
     found: dict[str, list[tuple[float, float]]] = {"call": [], "HTTP": []}
     with TemporaryDirectory() as folder, Accounts.open(Path(folder) / "state") as accounts:
         async with open_local_ring(source, RingOptions(1, inference=inference)) as ring:
-            with open_door(DoorOptions("127.0.0.1", 0), accounts) as door:
-                serving = asyncio.ensure_future(door.serve(RingPort(ring, options.model)))
+            with open_api_server(ApiServerOptions("127.0.0.1", 0), accounts) as api_server:
+                serving = asyncio.ensure_future(api_server.serve(RingPort(ring, options.model)))
                 for place in range(options.rounds + 2):
                     prompts = PROMPT.format(2 * place), PROMPT.format(2 * place + 1)
                     pair = {
                         "call": await by_call(ring, prompts[0], options.tokens),
-                        "HTTP": await by_http(door, options.model, prompts[1], options.tokens),
+                        "HTTP": await by_http(
+                            api_server, options.model, prompts[1], options.tokens
+                        ),
                     }
                     for way, each in pair.items() if place > 1 else ():  # the first ones warm up
                         found[way].append(each)
@@ -160,7 +164,7 @@ async def run(options: argparse.Namespace, report: Report) -> int:
 
 def main() -> int:
     """Measure."""
-    parser = parser_of("door", __doc__)
+    parser = parser_of("api_server", __doc__)
     parser.add_argument("--model", default="builtin")
     for name, default in (("tokens", 128), ("rounds", 15), ("threads", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
