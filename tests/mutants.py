@@ -5,11 +5,13 @@ table of the areas. mutmut makes the mutants, and runs for each of them the test
 function; first it finds out which these are, which takes minutes. It knows one source folder, so
 packages and plugins are copied into one; the checkout does not change.
 
-Constants of modules and decorated functions, thus properties, are not mutated.
+Constants of modules and decorated functions, thus properties, are not mutated. ``strict=True`` of
+``zip`` is an assertion: mutants without it are not counted if they survive.
 """
 
 import json
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -118,6 +120,14 @@ def verdict(code: int | None) -> str:
     return "timeout" if code in TIMEOUT else "survived"
 
 
+def lacks_only_strict(diff: str) -> bool:
+    """Return whether a mutant differs from the code only in what ``zip`` asserts."""
+    lines = diff.splitlines()
+    kept = [[each[1:] for each in lines if re.match(rf"[{sign}] ", each)] for sign in "-+"]
+    before, after = ([re.sub(r", *(strict=\w+)?\)", ")", each) for each in side] for side in kept)
+    return before == after
+
+
 def table(found: Mapping[str, Collection[int | None]]) -> Iterator[str]:
     """Yield a line for the exit codes of each area, and one for all."""
     yield f"{'area':<10}{'mutants':>8}{'killed':>8}{'timeout':>9}{'survived':>10}{'percent':>9}"
@@ -144,7 +154,11 @@ def survey(tree: Path, area: str, options: Namespace) -> dict[str, int | None]:
         raise SystemExit(output)
     for name in drawn:
         if verdict(codes[name]) == "survived":
-            print(mutmut(tree, "show", name), flush=True)
+            shown = mutmut(tree, "show", name)
+            if lacks_only_strict(shown):
+                del codes[name]
+            else:
+                print(shown, flush=True)
     return codes
 
 

@@ -2,7 +2,7 @@ from fnmatch import fnmatch
 
 import pytest
 
-from tests.mutants import AREAS, ROOT, draw, table
+from tests.mutants import AREAS, ROOT, draw, lacks_only_strict, table
 
 
 @pytest.mark.parametrize("name", AREAS)
@@ -33,6 +33,20 @@ def test_a_sample_is_drawn_of_what_matches() -> None:
     assert drawn == draw(mutants, ["meshllm.a.*"], 4, seed=1)
     assert draw(mutants, ["*"], 17, seed=1) != draw(mutants, ["*"], 17, seed=2)
     assert sorted(draw(mutants, ["*.b.*", "*_8"], None, seed=1)) == mutants[8:]
+
+
+@pytest.mark.parametrize(
+    ("line", "is_equivalent"),
+    [
+        ("for a, b in zip(x, y, strict=False):", True),
+        ("for a, b in zip(x, y, ):", True),
+        ("for a, b in zip(x, strict=True):", False),
+    ],
+)
+def test_what_zip_asserts_is_not_counted(line: str, *, is_equivalent: bool) -> None:
+    diff = f"--- a.py\n+++ a.py\n def f():\n-    for a, b in zip(x, y, strict=True):\n+    {line}\n"
+
+    assert lacks_only_strict(diff) is is_equivalent
 
 
 def test_the_table_counts_each_verdict() -> None:

@@ -57,7 +57,7 @@ class NodeControl:
     key: NodeKey
     create_ticket: Callable[[Role, float | None, int | None, ClientLimits], Awaitable[str]]
     """Takes role, seconds of validity, and uses; None means no limit."""
-    expel: Callable[[Removal], Awaitable[None]]
+    publish_removal: Callable[[Removal], Awaitable[None]]
     publish_revoked: Callable[[tuple[bytes, ...]], None]
     changes: Callable[[], AsyncGenerator[None, None]]
     """Yields once at first, then after each possible change."""
@@ -145,7 +145,7 @@ class NodeControl:
             raise UserError(f"`{show(strange[0])}` was not invited by `{show(gone)}`")
         spared = {guests[each] for each in (view.me, *kept) if each in guests}
         removal = remove(self.key, view.mesh, gone, int(time.time()), tuple(sorted(spared)))
-        await self.expel(removal)
+        await self.publish_removal(removal)
         if gone not in self.snapshot().removed:
             raise MeshError(
                 "The mesh cannot store more removals of this member and its guests",
@@ -186,7 +186,7 @@ def control_of(node: MeshNode) -> NodeControl:
         node.view,
         node.store.key,
         node.invite,
-        node.expel,
+        node.publish_removal,
         node.revoke,
         node.state.changes,
         node.router.generate,

@@ -319,7 +319,7 @@ class MeshNode:
         text_bytes = TOKEN_BYTES * self.rings.longest_context
         return min(REQUEST_BYTES, REQUEST_HEAD_BYTES + text_bytes)
 
-    async def expel(self, removal: Removal) -> None:
+    async def publish_removal(self, removal: Removal) -> None:
         """Publish the removal of a member, and close the link to it; return once it is on disk."""
         self.links.act(self.machine.remove(removal, loop_time()))
         await self.records.save()
@@ -385,7 +385,7 @@ class MeshNode:
         """Schedule planning, once for all changes in this turn of the event loop."""
         if not self._is_scheduled:
             self._is_scheduled = True
-            self.life.call_later(0, self._stir)
+            self.life.call_later(0, self._schedule_planning)
 
     async def ring(self, link: SecureLink) -> None:
         """Accept a ring link of the previous rank."""
@@ -415,7 +415,7 @@ class MeshNode:
 
     # Inside.
 
-    def _stir(self) -> None:
+    def _schedule_planning(self) -> None:
         self._is_scheduled = False
         self.records.changed()
         if self._is_member():

@@ -70,7 +70,7 @@ class Preparation:
             return
         refuse_layers(options, max(shapes, key=lambda each: each.layers))
 
-    async def found(self) -> tuple[ModelRuntime, Charter]:
+    async def open_founding_model(self) -> tuple[ModelRuntime, Charter]:
         """Open the model of a new mesh, and create its charter.
 
         Raises:

@@ -208,7 +208,7 @@ class ReplicaEngine:
         if len(self._times.ranks) == 1:
             return 0.0
         size = self._times.message_bytes(rows)
-        return max(size / rank.wire.bytes_per_s for rank in self._times.ranks)
+        return max(size / rank.speed.bytes_per_s for rank in self._times.ranks)
 
 
 def _slowest(

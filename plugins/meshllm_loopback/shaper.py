@@ -22,7 +22,7 @@ from meshllm.transport.contract import Channel
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class TrafficShape:
     """Delay, jitter, rate and loss of one direction of a link."""
 
     delay_s: float = 0.0
@@ -48,7 +48,7 @@ class Shape:
 class Shaper:
     """Arrival times for one direction of one link; the link's name is part of the seed."""
 
-    def __init__(self, shape: Shape, link: str) -> None:
+    def __init__(self, shape: TrafficShape, link: str) -> None:
         self.bytes_per_s = shape.bytes_per_s
         self._shape = shape
         self._draw = {

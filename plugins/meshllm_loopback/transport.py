@@ -2,7 +2,7 @@
 
 The parts of a message are joined to one byte string, as on a network: a ring over loopback runs
 the same code as a ring over a network, at one copy per hop. A send to a waiting receiver costs one
-wake-up; tasks, timers and sleeps are used only if a `Shape` slows the link.
+wake-up; tasks, timers and sleeps are used only if a `TrafficShape` slows the link.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from typing import ClassVar, Self
 from meshllm.errors import LinkLost, UserError
 from meshllm.transport.contract import Buffer, Channel, Link, LinkStatistics, Listener, checked_size
 from meshllm_loopback.pipe import Pipe
-from meshllm_loopback.shaper import Shape, Shaper
+from meshllm_loopback.shaper import Shaper, TrafficShape
 
 _SCHEME = "loopback:"
 
@@ -26,7 +26,7 @@ class LoopbackTransport:
     name: ClassVar[str] = "loopback"
     schemes: ClassVar[tuple[str, ...]] = ("loopback",)
 
-    def __init__(self, shape: Shape | None = None) -> None:
+    def __init__(self, shape: TrafficShape | None = None) -> None:
         self._shape = shape
         self._listeners: dict[str, _LoopbackListener] = {}
         self._dials: Counter[str] = Counter()

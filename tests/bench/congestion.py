@@ -16,7 +16,7 @@ from itertools import product
 
 from meshllm_quic.base.congestion import NAME
 from tests.bench.report import Report, parser_of
-from tests.plugins.quic.pipe import Pipe, Shape
+from tests.plugins.quic.pipe import Pipe, TrafficShape
 
 ALGORITHMS = ("reno", "cubic", NAME)
 PATIENCE_S = 600.0
@@ -43,7 +43,7 @@ def measure(algorithm: str, link: Sequence[float], megabytes: float, seeds: int)
     shares: list[float] = []
     waits: list[float] = []
     for seed in range(seeds):
-        shape = Shape(mbit * 1e6 / 8, rtt_ms / 2e3, loss / 100, int(queue * 1024))
+        shape = TrafficShape(mbit * 1e6 / 8, rtt_ms / 2e3, loss / 100, int(queue * 1024))
         pipe = Pipe(shape, seed=seed)
         one, other = pipe.connect(algorithm)
         seconds = pipe.transfer(one, other, int(megabytes * 1e6), within_s=PATIENCE_S)

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from meshllm.node.net.secure import secure_accept, secure_dial
-from meshllm.protocol.trust.credential import Credential, Removals, found
+from meshllm.protocol.trust.credential import Credential, Removals, founder_credential
 from meshllm.protocol.trust.handshake import LocalIdentity, Purpose
 from meshllm.protocol.trust.identity import NodeKey
 from meshllm.protocol.trust.ticket import TicketProof
@@ -161,7 +161,7 @@ class OpenHouse:
 async def secured(near: Link, far: Link) -> tuple[Link, Link]:
     """Perform the handshake of two nodes of one mesh."""
     key = NodeKey(SEED)
-    credential = found(key, bytes(16))
+    credential = founder_credential(key, bytes(16))
     own = LocalIdentity(key, 1, credential)
     return await asyncio.gather(
         secure_dial(near, own, Purpose.RING, expect=key.node, now_s=0, removals={}),

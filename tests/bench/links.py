@@ -30,7 +30,7 @@ from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.local_ring import RingOptions, open_local_ring
 from meshllm.protocol.drafting.drafter import Drafter
 from meshllm.protocol.session.speculation import Speculation
-from meshllm_loopback import LoopbackTransport, Shape
+from meshllm_loopback import LoopbackTransport, TrafficShape
 from tests.bench.asking import ask
 from tests.bench.report import Report, parser_of
 from tests.builders.oracle import Oracle
@@ -81,7 +81,7 @@ async def measure(
 ) -> list[Cell]:
     """Measure one ring without drafts and with each kind of drafts, in turns."""
     (nodes, rtt, mbit), (tokens, rounds, threads) = link, sizes
-    shape = Shape(delay_s=rtt / 2e3, bytes_per_s=mbit * 1e6 / 8)
+    shape = TrafficShape(delay_s=rtt / 2e3, bytes_per_s=mbit * 1e6 / 8)
     drafting = Changing()
     mode = WireMode.PLAIN  # the bound is for uncompressed bytes
     options = RingOptions(

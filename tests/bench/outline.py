@@ -35,7 +35,7 @@ from meshllm.outline.directive import Directive
 from meshllm.outline.eligibility import OutlineMode
 from meshllm.outline.points import Point
 from meshllm.request import Answer, Backend, Event, Piece, Request, Sampling, Turn
-from meshllm_loopback import LoopbackTransport, Shape
+from meshllm_loopback import LoopbackTransport, TrafficShape
 from tests.bench.report import Report, parser_of
 
 BUILTIN = "builtin"
@@ -135,7 +135,7 @@ async def measure(source: Source, rtt: float, options: Namespace) -> list[Row]:
         nodes=options.nodes,
         inference=InferenceConfig(threads=options.threads, drafting=recorded),
     )
-    shape = Shape(delay_s=rtt / 2e3, bytes_per_s=options.mbit * 1e6 / 8)
+    shape = TrafficShape(delay_s=rtt / 2e3, bytes_per_s=options.mbit * 1e6 / 8)
     async with open_local_ring(source, ring_options, LoopbackTransport(shape)) as ring:
         await ring.warmed_up()
         first = await _both(ring, options)

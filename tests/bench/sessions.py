@@ -26,7 +26,7 @@ from meshllm.model.files.source import Source, open_folder
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
 from meshllm.request import Sampling
-from meshllm_loopback import LoopbackTransport, Shape
+from meshllm_loopback import LoopbackTransport, TrafficShape
 from tests.bench.report import Report, counts, parser_of
 
 
@@ -48,7 +48,7 @@ class Row:
 
 async def measure(source: Source, options: Namespace) -> list[Row]:
     """Generate one text and many at once, in turns, on one ring."""
-    shape = Shape(delay_s=options.rtt / 2e3, bytes_per_s=options.mbit * 1e6 / 8)
+    shape = TrafficShape(delay_s=options.rtt / 2e3, bytes_per_s=options.mbit * 1e6 / 8)
     sizes: tuple[int, ...] = options.sessions
     runs: dict[int, list[Row]] = {count: [] for count in sizes}
     ring_options = RingOptions(

@@ -29,7 +29,7 @@ from meshllm.testing.clock import run_virtual
 from meshllm.traces.file import TraceFile
 from meshllm.traces.recorder import Recorder
 from meshllm.traces.trace import read_trace
-from meshllm_loopback import LoopbackTransport, Shape
+from meshllm_loopback import LoopbackTransport, TrafficShape
 from tests.bench.report import Report, parser_of
 
 POINTS = 0.02  # of the hit rate
@@ -77,7 +77,7 @@ def _words(draw: Random, least: int, most: int) -> str:
 async def open_ring(nodes: int, rtt_s: float) -> AsyncIterator[LocalRing]:
     """Open a ring with an empty prefix cache."""
     inference = InferenceConfig(threads=1, speculation=False)
-    transport = LoopbackTransport(Shape(delay_s=rtt_s / 2))
+    transport = LoopbackTransport(TrafficShape(delay_s=rtt_s / 2))
     options = RingOptions(nodes, inference=inference)
     async with open_local_ring(resolve("builtin"), options, transport) as ring:
         yield ring

@@ -39,7 +39,7 @@ from meshllm.protocol.planning.plan import Links, LinkSpeed, Offer
 from meshllm.protocol.session.compression import PACKED, pays
 from meshllm.protocol.session.pace import PrefillPacing
 from meshllm.request import Sampling
-from meshllm_loopback import LoopbackTransport, Shape
+from meshllm_loopback import LoopbackTransport, TrafficShape
 
 CHUNK_ROWS = 64  # chunks of this many rows are compressed as all chunks are
 PLACES = 400  # range of the first tokens, which make prompts unique; in each vocabulary
@@ -111,7 +111,7 @@ async def _open(
     stack: AsyncExitStack, source: Source, wire: WireMode, way: LinkSpeed, asked: argparse.Namespace
 ) -> Contestant:
     """Form a ring, and measure the time of a layer on its first rank."""
-    transport = LoopbackTransport(Shape(way.latency_s, bytes_per_s=way.bytes_per_s))
+    transport = LoopbackTransport(TrafficShape(way.latency_s, bytes_per_s=way.bytes_per_s))
     quant = Quant(asked.quant)
     options = RingOptions(
         nodes=asked.nodes,

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from types import MappingProxyType
 
 from meshllm.names import NodeId
-from meshllm.protocol.trust.credential import Removals, Role, found, issue
+from meshllm.protocol.trust.credential import Removals, Role, founder_credential, issue
 from meshllm.protocol.trust.handshake import (
     AuthorizeDialer,
     Established,
@@ -23,7 +23,7 @@ NOW = 1_800_000_000
 HOST, GUEST, OTHER = (
     NodeKey(seed) for seed in (vectors.SEEDS["listener"], vectors.SEEDS["dialer"], bytes(32))
 )
-FOUNDED = found(HOST, vectors.SALT)
+FOUNDED = founder_credential(HOST, vectors.SALT)
 MESH = FOUNDED.mesh
 MEMBER = issue(HOST, FOUNDED, GUEST.node, Role.NODE, vectors.EXPIRES_S)
 TICKET = Ticket(HOST.node, (), Role.NODE, 0, vectors.SECRET)
@@ -31,7 +31,7 @@ TICKET = Ticket(HOST.node, (), Role.NODE, 0, vectors.SECRET)
 AS_HOST = LocalIdentity(HOST, 7, FOUNDED)
 AS_MEMBER = LocalIdentity(GUEST, 3, MEMBER)
 AS_JOINER = LocalIdentity(GUEST, 3, TICKET)
-AS_STRANGER = LocalIdentity(GUEST, 3, found(GUEST, bytes(16)))
+AS_STRANGER = LocalIdentity(GUEST, 3, founder_credential(GUEST, bytes(16)))
 
 FRESH_DIALER, FRESH_LISTENER = (
     HandshakeRandomness(vectors.EPHEMERALS[side], vectors.NONCES[side])

@@ -9,7 +9,7 @@ from meshllm.protocol.membership.record_store import Record, slot_of
 from meshllm.protocol.membership.records import Lifecycle, Profile, StateRecord
 from meshllm.protocol.planning.plan import ModelSizes
 from meshllm.protocol.session.messages import DType
-from meshllm.protocol.trust.credential import Credential, Role, found, issue
+from meshllm.protocol.trust.credential import Credential, Role, founder_credential, issue
 from meshllm.protocol.trust.identity import NodeKey
 
 WALL = 1_800_000_000.0  # s: the time of day
@@ -22,14 +22,14 @@ KEYS = sorted(
 FOUNDER, MIDDLE, LAST = KEYS  # in order of node id
 CLIENT, STRANGER = NodeKey(bytes([1]) * 32), NodeKey(bytes([2]) * 32)
 
-FOUNDED = found(FOUNDER, bytes(16))
+FOUNDED = founder_credential(FOUNDER, bytes(16))
 MESH: MeshId = FOUNDED.mesh
 CREDENTIALS: dict[NodeId, Credential] = {
     FOUNDER.node: FOUNDED,
     MIDDLE.node: issue(FOUNDER, FOUNDED, MIDDLE.node, Role.NODE),
     LAST.node: issue(FOUNDER, FOUNDED, LAST.node, Role.NODE, int(WALL) + DAY),
     CLIENT.node: issue(FOUNDER, FOUNDED, CLIENT.node, Role.CLIENT),
-    STRANGER.node: found(STRANGER, bytes(16)),
+    STRANGER.node: founder_credential(STRANGER, bytes(16)),
 }
 
 SHAPE = ModelSizes(

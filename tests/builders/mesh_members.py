@@ -102,7 +102,7 @@ class Town:
         store = StateStore.open(self.folder / name)
         founder = next(iter(self.houses.values()), None)
         if founder is None:
-            credential = store.found()
+            credential = store.create_mesh()
         elif (kept := store.credential) is not None:
             credential = kept
         else:

@@ -67,13 +67,13 @@ def random_mesh(seed: int, *, kinds: int = 4, count: int = 6, models: int = 3) -
             for _ in range(random.randint(2, models))
         ]
         names = [kind.name for kind in machines]
-        wires = {
+        speeds = {
             (a, b): LinkSpeed(random.choice([1e-4, 1e-3, 0.01, 0.05]), random.choice([1e7, 1e9]))
             for at, a in enumerate(names)
             for b in names[at:]
         }
         architectures = random.sample(ARCHITECTURES, len(loads))
-        found = Workload(tuple(map(ServedModel, architectures, loads)), machines, wires)
+        found = Workload(tuple(map(ServedModel, architectures, loads)), machines, speeds)
         if (loaded := _loaded(found, random)) is not None:
             return loaded
 

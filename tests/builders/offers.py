@@ -28,8 +28,8 @@ def model(
 
 def apart(milliseconds: Mapping[tuple[NodeId, NodeId], float], others: float = 1.0) -> Links:
     """Make links with these one-way latencies."""
-    wires = {pair: LinkSpeed(latency / 1e3) for pair, latency in milliseconds.items()}
-    return Links(wires, LinkSpeed(others / 1e3))
+    speeds = {pair: LinkSpeed(latency / 1e3) for pair, latency in milliseconds.items()}
+    return Links(speeds, LinkSpeed(others / 1e3))
 
 
 def spans(plan: Plan) -> dict[NodeId, str]:

@@ -24,14 +24,14 @@ class Owned:
     def __init__(self) -> None:
         self.view = view_of()
         self.invited: list[tuple[Role, float | None, int | None]] = []
-        self.expelled: list[Removal] = []
+        self.ended_members: list[Removal] = []
         self.is_full = False
         self.asked: list[ModelOptions] = []
         self.stopped: list[str] = []
         self.revoked: tuple[bytes, ...] = ()
         self.control = NodeControl(
-            lambda: self.view, KEYS[0], self.invite, self.expel, self.revoke, self.changes,
-            self.answer, self.measure, self.add_model, self.stop_model,
+            lambda: self.view, KEYS[0], self.invite, self.publish_removal, self.revoke,
+            self.changes, self.answer, self.measure, self.add_model, self.stop_model,
         )  # fmt: skip
 
     async def invite(
@@ -49,8 +49,8 @@ class Owned:
         self.stopped.append(model)
         return f"{model}@int8"
 
-    async def expel(self, removal: Removal) -> None:
-        self.expelled.append(removal)
+    async def publish_removal(self, removal: Removal) -> None:
+        self.ended_members.append(removal)
         if not self.is_full:
             self.view = replace(self.view, removed=(removal.node,))
 

@@ -18,7 +18,7 @@ from meshllm.protocol.planning.plan import Ends, Plan, PlanStage
 from meshllm.request import Sampling
 from meshllm.testing.clock import InlineExecutor
 from meshllm.transport.contract import Channel, Link
-from meshllm_loopback import LoopbackTransport, Shape
+from meshllm_loopback import LoopbackTransport, TrafficShape
 from tests.builders.offers import A, B, C, D
 
 NAMES = {A: "loopback:a", B: "loopback:b", C: "loopback:c", D: "loopback:d"}
@@ -95,7 +95,7 @@ class World:
     ) -> None:
         self.llama = llama
         self.config = InferenceConfig(prefix_bytes=prefix_bytes, chunk=chunk)
-        self.transport = LoopbackTransport(Shape(delay_s=0.01))
+        self.transport = LoopbackTransport(TrafficShape(delay_s=0.01))
         self.places: dict[NodeId, Place] = {}
         self.links: list[Link] = []
         self.hidden: set[NodeId] = set()

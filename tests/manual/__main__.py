@@ -12,7 +12,7 @@ from typing import Any
 from meshllm.cli.app import command_tree
 from meshllm.cli.commands.help import topics
 from meshllm.cli.shared.options import help_of
-from meshllm.cli.terminal.render import out, talk
+from meshllm.cli.terminal.render import out, print_message
 from meshllm.config import PROJECT_FILE, keys
 from tests.manual.documented import with_fields
 from tests.manual.roff import escape, page
@@ -154,10 +154,10 @@ def main(words: list[str]) -> int:
             for path in behind:
                 out(path)
             if behind:
-                talk("hint: update them with `just fix`")
+                print_message("hint: update them with `just fix`")
             return 1 if behind else 0
         case _:
-            talk("usage: python -m tests.manual check|write")
+            print_message("usage: python -m tests.manual check|write")
             return 2
 
 

@@ -355,14 +355,14 @@ def test_settings_out_of_range_are_named(name: str, value: Any) -> None:
 
 
 def test_a_bias_is_added_after_the_penalties() -> None:
-    def picked(*bias: tuple[int, float], **sampling: Any) -> int:
+    def sampled(*bias: tuple[int, float], **sampling: Any) -> int:
         return pick(SKEWED, Sampling(**sampling), position=1, history=[0], prompt_len=1, bias=bias)
 
-    assert picked((0, -100.0)) == 1
-    assert picked((7, 100.0)) == 7
-    assert picked((1, 0.6)) == 1
-    assert picked((0, 1.0), repetition_penalty=4.0) == 0  # 2 / 4 + 1 is as much as 1.5 of token 1
-    assert picked((7, 100.0), temperature=1.0, top_k=1) == 7
+    assert sampled((0, -100.0)) == 1
+    assert sampled((7, 100.0)) == 7
+    assert sampled((1, 0.6)) == 1
+    assert sampled((0, 1.0), repetition_penalty=4.0) == 0  # 2 / 4 + 1 is as much as 1.5 of token 1
+    assert sampled((7, 100.0), temperature=1.0, top_k=1) == 7
 
 
 def test_log_probabilities_are_those_before_sampling_parameters() -> None:

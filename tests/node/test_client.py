@@ -50,7 +50,7 @@ from meshllm.request import Event, Interruption, Piece, Request, Waiting
 from meshllm.strict_json import WrongField
 from meshllm.testing.clock import run_virtual
 from meshllm.transport.contract import Link
-from meshllm_loopback import LoopbackTransport, Shape
+from meshllm_loopback import LoopbackTransport, TrafficShape
 from tests.builders.disk_threads import note_threads
 from tests.builders.fake_node import FOX
 from tests.builders.fake_ring import answer_of
@@ -168,7 +168,7 @@ def _no_multicast(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     async def main(story: Story) -> None:
-        async with town(tmp_path, LoopbackTransport(Shape(delay_s=0.01))) as made:
+        async with town(tmp_path, LoopbackTransport(TrafficShape(delay_s=0.01))) as made:
             await story(made)
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
@@ -591,7 +591,7 @@ def test_a_client_keeps_one_link_after_a_loss_however_slow_the_path(
     tmp_path: Path, delay_s: float
 ) -> None:
     async def main() -> None:
-        async with town(tmp_path, LoopbackTransport(Shape(delay_s=delay_s))) as made:
+        async with town(tmp_path, LoopbackTransport(TrafficShape(delay_s=delay_s))) as made:
             houses = [await inn(made, name=name) for name in "abcde"]
             for house in houses[1:]:
                 house.meet(houses[0])
@@ -779,7 +779,7 @@ def test_a_client_refuses_a_fallback_that_is_another_node_or_was_removed(run: Ru
         async with client(town, ticket(a)) as thin:
             await asyncio.sleep(2)
             (fallback,) = thin.machine.fallbacks
-            expel(a, b.me, thin.machine.me)
+            publish_removal(a, b.me, thin.machine.me)
             await asyncio.sleep(2)
             assert thin.machine.fallbacks == ()  # and if a node told it all the same:
             thin.machine.fallbacks = (fallback, replace(fallback, node=NodeId(bytes(32))))
@@ -827,7 +827,7 @@ def test_a_rejection_is_reported(run: Run) -> None:
     run(story)
 
 
-def expel(by: House, node: NodeId, *spared: NodeId) -> None:
+def publish_removal(by: House, node: NodeId, *spared: NodeId) -> None:
     """Remove a member."""
     removal = remove(by.store.key, by.credential.mesh, node, 1, spared)
     by.links.act(by.machine.remove(removal, asyncio.get_running_loop().time()))
@@ -839,7 +839,7 @@ def test_a_removed_client_is_told_so_now_and_at_its_next_start(run: Run) -> None
         text = ticket(a)
         async with client(town, text) as thin:
             await ask(thin)
-            expel(a, thin.machine.me)
+            publish_removal(a, thin.machine.me)
             with pytest.raises(NotAuthorised, match="is removed from the mesh") as raised:
                 await ask(thin)
             assert "ask a member for a new ticket" in str(raised.value.hint)
@@ -864,7 +864,7 @@ def test_a_client_of_a_removed_inviter_is_told_so(run: Run) -> None:
             thin.links.hint(a.me, [a.address])
             await asyncio.sleep(2)
             assert thin.links.by_peer.keys() == {a.me, b.me}
-            expel(a, b.me)
+            publish_removal(a, b.me)
             with pytest.raises(NotAuthorised, match="was invited by"):
                 await ask(thin)
 
@@ -880,7 +880,7 @@ def test_a_client_asks_no_removed_member_even_after_a_restart(run: Run) -> None:
             await asyncio.sleep(1)
             thin.links.hint(a.me, [a.address])
             await asyncio.sleep(2)
-            expel(a, b.me, thin.machine.me)
+            publish_removal(a, b.me, thin.machine.me)
             await asyncio.sleep(1)
             assert await ask(thin) == ANSWER
             assert thin.links.by_peer.keys() == {a.me}

@@ -95,7 +95,7 @@ async def test_a_removal_takes_the_guests_with_it(node: Owned) -> None:
 
     assert (told.node, told.name, told.spared) == (show(B), "there", ())
     assert told.taken == (Named(show(C), "spare"),)
-    (removal,) = node.expelled
+    (removal,) = node.ended_members
     assert (removal.node, removal.issuer, removal.spared) == (B, A, ())
     assert removal.is_signed(node.view.mesh)
 
@@ -104,7 +104,7 @@ async def test_a_removal_spares_a_named_guest_and_its_inviters(node: Owned) -> N
     told = await node.control.remove("there", ["spare"])
 
     assert (told.spared, told.taken) == ((Named(show(C), "spare"),), ())
-    assert node.expelled[0].spared == (D,)
+    assert node.ended_members[0].spared == (D,)
 
 
 async def test_a_removal_spares_this_node(node: Owned) -> None:
@@ -115,7 +115,7 @@ async def test_a_removal_spares_this_node(node: Owned) -> None:
     assert (told.spared, told.taken) == (
         (Named(show(A), "here"),), (Named(show(C), "spare"),),
     )  # fmt: skip
-    assert node.expelled[0].spared == (A,)
+    assert node.ended_members[0].spared == (A,)
 
 
 async def test_only_guests_can_be_spared(node: Owned) -> None:
@@ -123,7 +123,7 @@ async def test_only_guests_can_be_spared(node: Owned) -> None:
 
     with pytest.raises(UserError, match="was not invited by"):
         await node.control.remove("there", ["spare"])
-    assert node.expelled == []
+    assert node.ended_members == []
 
 
 async def test_the_founder_cannot_be_removed(node: Owned) -> None:
@@ -131,7 +131,7 @@ async def test_the_founder_cannot_be_removed(node: Owned) -> None:
 
     with pytest.raises(UserError, match="founder cannot be removed"):
         await node.control.remove("there")
-    assert node.expelled == []
+    assert node.ended_members == []
 
 
 async def test_a_removal_that_cannot_be_stored_is_reported(node: Owned) -> None:
@@ -150,7 +150,7 @@ async def test_a_node_cannot_remove_itself(node: Owned, name: str) -> None:
     with pytest.raises(UserError, match="cannot remove itself"):
         await node.control.remove(name)
 
-    assert node.expelled == []
+    assert node.ended_members == []
 
 
 async def test_events_begin_with_the_current_state(node: Owned) -> None:

@@ -47,7 +47,7 @@ def prepare(folder: Path, **wishes: Any) -> Preparation:
 
 
 async def test_a_founder_creates_the_charter_of_its_model(llama: Path, tmp_path: Path) -> None:
-    engine, charter = await prepare(tmp_path, model=str(llama), members=2).found()
+    engine, charter = await prepare(tmp_path, model=str(llama), members=2).open_founding_model()
 
     assert charter.dtype is DType.FLOAT32
     assert charter.members == 2
@@ -59,10 +59,10 @@ async def test_a_founder_cannot_hold_layers_that_its_model_lacks(
     llama: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match="layers `2:7` end above the 6 layers of") as refused:
-        await prepare(tmp_path, model=str(llama), layers=Span(2, 7)).found()
+        await prepare(tmp_path, model=str(llama), layers=Span(2, 7)).open_founding_model()
 
     assert refused.value.hint == "choose a span within `0:6`"
-    await prepare(tmp_path, model=str(llama), layers=Span(2, 6)).found()
+    await prepare(tmp_path, model=str(llama), layers=Span(2, 6)).open_founding_model()
 
 
 async def test_a_joiner_cannot_hold_layers_that_all_its_models_lack(
@@ -95,7 +95,7 @@ async def test_a_node_with_a_quantisation_holds_what_its_owner_served_too(
 
 
 async def test_a_mesh_starts_with_the_builtin_model(tmp_path: Path) -> None:
-    _, charter = await prepare(tmp_path).found()
+    _, charter = await prepare(tmp_path).open_founding_model()
 
     assert charter.shape.name == shape_of(resolve("builtin"), None).name
 
@@ -104,7 +104,7 @@ async def test_a_mesh_starts_with_the_builtin_model(tmp_path: Path) -> None:
 async def test_the_founder_chooses_the_dtype(
     llama: Path, tmp_path: Path, dtype: str | None, told: DType
 ) -> None:
-    _, charter = await prepare(tmp_path, model=str(llama), dtype=dtype).found()
+    _, charter = await prepare(tmp_path, model=str(llama), dtype=dtype).open_founding_model()
 
     assert charter.dtype is told
 
@@ -113,7 +113,7 @@ async def test_the_founder_chooses_the_dtype(
 async def test_the_wire_mode_is_an_option_of_each_node(
     llama: Path, tmp_path: Path, wire: WireMode
 ) -> None:
-    engine, _ = await prepare(tmp_path, model=str(llama), wire=wire).found()
+    engine, _ = await prepare(tmp_path, model=str(llama), wire=wire).open_founding_model()
 
     assert engine.wire is wire
 
@@ -121,7 +121,7 @@ async def test_the_wire_mode_is_an_option_of_each_node(
 async def test_a_mixture_is_sent_exact_unless_forced(tmp_path: Path) -> None:
     folder = tiny_model(tmp_path / "model", "qwen3_moe").folder
 
-    engine, _ = await prepare(tmp_path, model=str(folder), wire=WireMode.AUTO).found()
+    engine, _ = await prepare(tmp_path, model=str(folder), wire=WireMode.AUTO).open_founding_model()
 
     assert engine.wire is WireMode.EXACT
 
@@ -130,7 +130,7 @@ async def test_the_memory_of_a_draft_model_is_not_offered(llama: Path, tmp_path:
     def offering(**wishes: Any) -> Preparation:
         return prepare(tmp_path, model=str(llama), draft=str(llama), **wishes)
 
-    engine, _ = await offering().found()
+    engine, _ = await offering().open_founding_model()
     assert engine.draft is not None
     size = engine.draft.bytes
 
@@ -143,7 +143,7 @@ async def test_the_memory_of_a_draft_model_is_not_offered(llama: Path, tmp_path:
 async def test_the_memory_of_the_process_is_not_offered(llama: Path, tmp_path: Path) -> None:
     limit = process_memory() + (1 << 30)
     preparation = prepare(tmp_path, model=str(llama), memory_bytes=limit)
-    engine, _ = await preparation.found()
+    engine, _ = await preparation.open_founding_model()
 
     profile = await preparation.offer(engine, EMPTY)
 
@@ -156,7 +156,7 @@ async def test_weights_are_hashed_while_the_model_loads(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     preparation = prepare(tmp_path, model=str(llama))
-    engine, _ = await preparation.found()
+    engine, _ = await preparation.open_founding_model()
     monkeypatch.setattr("meshllm.model.files.manifest.hash_tensors", None)
 
     assert any((await preparation.offer(engine, EMPTY)).weights)
@@ -167,7 +167,7 @@ async def test_damaged_weights_are_reported_with_the_offer(llama: Path, tmp_path
     (tmp_path / "model" / "model.safetensors").write_bytes(b"nothing")
     preparation = prepare(tmp_path, model=str(tmp_path / "model"))
 
-    engine, _ = await preparation.found()
+    engine, _ = await preparation.open_founding_model()
 
     with pytest.raises(ModelError, match="is damaged"):
         await preparation.offer(engine, EMPTY)
@@ -183,7 +183,7 @@ async def test_a_lack_of_memory_while_a_model_is_measured_is_reported(
         raise lack
 
     preparation = prepare(tmp_path, model=str(llama))
-    engine, _ = await preparation.found()
+    engine, _ = await preparation.open_founding_model()
     monkeypatch.setattr("meshllm.node.preparation.measure_speed", refusing)
 
     with pytest.raises(OutOfMemory, match="Not enough memory to prepare"):
@@ -212,7 +212,7 @@ async def test_a_lack_of_memory_while_a_model_is_opened_is_reported(
     monkeypatch.setattr(place, refusing)
 
     with pytest.raises(OutOfMemory, match="Not enough memory to prepare"):
-        await prepare(tmp_path, model=str(llama)).found()
+        await prepare(tmp_path, model=str(llama)).open_founding_model()
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ async def test_a_model_that_is_not_supported_is_not_taken_for_a_lack_of_memory(
     monkeypatch.setattr("meshllm.node.ring.model_runtime.shape_of", refusing)
 
     with pytest.raises(ModelError, match="it is not supported") as refused:
-        await prepare(tmp_path, model=str(llama)).found()
+        await prepare(tmp_path, model=str(llama)).open_founding_model()
 
     assert not isinstance(refused.value, OutOfMemory)
 
@@ -238,7 +238,7 @@ async def test_a_model_that_is_not_supported_is_not_taken_for_a_lack_of_memory(
 async def test_a_model_that_cannot_be_read_for_lack_of_memory_counts_as_held(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, charter = await prepare(tmp_path, model=str(llama)).found()
+    _, charter = await prepare(tmp_path, model=str(llama)).open_founding_model()
     preparation = prepare(tmp_path, model="no/model", more_models=(str(llama), "builtin"))
     digest = manifest.config_digest
 
@@ -261,7 +261,7 @@ async def test_a_bug_while_a_model_is_measured_keeps_its_type(
         raise RuntimeError("shapes do not match")
 
     preparation = prepare(tmp_path, model=str(llama))
-    engine, _ = await preparation.found()
+    engine, _ = await preparation.open_founding_model()
     monkeypatch.setattr("meshllm.node.preparation.measure_speed", failing)
 
     with pytest.raises(RuntimeError, match="shapes do not match"):
@@ -270,18 +270,18 @@ async def test_a_bug_while_a_model_is_measured_keeps_its_type(
 
 async def test_a_missing_draft_model_is_reported(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no/such"):
-        await prepare(tmp_path, model=str(llama), draft="no/such").found()
+        await prepare(tmp_path, model=str(llama), draft="no/such").open_founding_model()
 
 
 async def test_a_missing_model_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ModelError):
-        await prepare(tmp_path, model=str(tmp_path / "nothing")).found()
+        await prepare(tmp_path, model=str(tmp_path / "nothing")).open_founding_model()
 
 
 async def test_a_joining_node_uses_the_model_and_dtype_of_the_mesh(
     llama: Path, tmp_path: Path
 ) -> None:
-    _, charter = await prepare(tmp_path, model=str(llama), dtype="bfloat16").found()
+    _, charter = await prepare(tmp_path, model=str(llama), dtype="bfloat16").open_founding_model()
 
     engine = await prepare(tmp_path, model=str(llama)).join(charter)
 
@@ -289,7 +289,7 @@ async def test_a_joining_node_uses_the_model_and_dtype_of_the_mesh(
 
 
 async def test_a_folder_that_the_charter_names_is_not_opened(llama: Path, tmp_path: Path) -> None:
-    _, charter = await prepare(tmp_path, model=str(llama)).found()
+    _, charter = await prepare(tmp_path, model=str(llama)).open_founding_model()
     assert charter.shape.name == str(llama)
 
     with pytest.raises(ModelError, match="is not a name of the Hugging Face hub"):
@@ -299,7 +299,7 @@ async def test_a_folder_that_the_charter_names_is_not_opened(llama: Path, tmp_pa
 async def test_the_context_of_a_served_model_is_known_where_it_is_or_was_fetched(
     llama: Path, tmp_path: Path
 ) -> None:
-    _, charter = await prepare(tmp_path, model=str(llama), context=8).found()
+    _, charter = await prepare(tmp_path, model=str(llama), context=8).open_founding_model()
     longest = shape_of(resolve(str(llama)), None).context
 
     assert await prepare(tmp_path, model=str(llama), quant=Quant.INT8).longest(charter) == longest
@@ -310,7 +310,7 @@ async def test_the_context_of_a_served_model_is_known_where_it_is_or_was_fetched
 
 
 async def test_a_joining_node_with_another_model_is_refused(llama: Path, tmp_path: Path) -> None:
-    _, charter = await prepare(tmp_path, model=str(llama)).found()
+    _, charter = await prepare(tmp_path, model=str(llama)).open_founding_model()
     other = replace(charter, config_digest=Digest(bytes(32)))
 
     with pytest.raises(ModelError, match="a different configuration"):
@@ -325,7 +325,7 @@ async def test_an_offer_is_measured(
     monkeypatch.setattr(model_runtime, "calibrate", lambda *asked: calibrated.append(asked))
     wishes = {"threads": threads, "memory_bytes": 1 << 20, "layers": Span(1, 3)}
     preparation = prepare(tmp_path, model=str(llama), **wishes)
-    engine, charter = await preparation.found()
+    engine, charter = await preparation.open_founding_model()
 
     profile = await preparation.offer(engine, EMPTY)
 

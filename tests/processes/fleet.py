@@ -213,7 +213,7 @@ class Fleet:
         """Create the state of a founder, and return a ticket of its mesh."""
         node = self.node(name)
         store = StateStore.open(node.state)
-        store.found()
+        store.create_mesh()
         at = addresses or (f"ws://{node.address}",)
         return store.invite(at, Role.NODE, lasts_s=3600, uses=None).encode()
 

@@ -17,7 +17,7 @@ from meshllm.names import parse_node, short, show
 from meshllm.node.membership.state_store import StateStore
 from meshllm.node.net.beacon import GuestBeacons
 from meshllm.node.net.secure import HandshakeClosed, secure_dial
-from meshllm.protocol.trust.credential import Role, found
+from meshllm.protocol.trust.credential import Role, founder_credential
 from meshllm.protocol.trust.handshake import LocalIdentity, Purpose
 from meshllm.protocol.trust.identity import NodeKey
 from meshllm_websocket import WebsocketTransport
@@ -171,7 +171,7 @@ async def test_an_expired_ticket_gets_no_reply(node: Node) -> None:
 
 async def test_a_member_of_another_mesh_gets_no_handshake_reply(node: Node) -> None:
     key = NodeKey(secrets.token_bytes(32))
-    other = found(key, secrets.token_bytes(16))
+    other = founder_credential(key, secrets.token_bytes(16))
     link = await WebsocketTransport().dial(f"ws://{node.address}")
 
     with pytest.raises(LinkLost, match="closed the connection during the handshake"):

@@ -12,7 +12,14 @@ from meshllm.names import SessionId, Span
 from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget, KvCapacity
 from meshllm.protocol.kv_cache.prefix_index import PrefixIndex
 from meshllm.protocol.session import actions as tasks
-from meshllm.protocol.session.actions import Closed, Done, Embed, Failed, GenerationTask, Pick
+from meshllm.protocol.session.actions import (
+    Closed,
+    Done,
+    Embed,
+    Failed,
+    GenerationTask,
+    SampleTokens,
+)
 from meshllm.protocol.session.blob import check, seal, session_key
 from meshllm.protocol.session.codec import decode, encode, size
 from meshllm.protocol.session.entry import Entry
@@ -205,20 +212,20 @@ def test_an_entry_ends_once_and_runs_one_job_at_a_time_for_any_input(
     task = GenerationTask(SessionId(b"1" * 16), 5, ring, (1, 2, 3, 4), max_tokens=5, context=8)
     entry = Entry(task, PrefillPacing(chunk=2, window=2))
     actions = entry.open(0.0)
-    job: Embed | Pick | None = None
+    job: Embed | SampleTokens | None = None
     ends: Counter[type] = Counter()
 
-    def pick(job: Pick, right: int, drafts: int) -> list[tasks.Action]:
+    def pick(job: SampleTokens, right: int, drafts: int) -> list[tasks.Action]:
         most = len(job.drafts)
         tokens = (7,) * right + (8,) if right < most else (7,) * (1 + most)
         room = job.limit - job.pos - len(tokens) - len(job.flying(tokens) or ())
         steps = [(7,) * drafts, (7,)] if drafts < room else []
-        return entry.picked(tokens, 0.0, [step for step in steps if step])
+        return entry.sampled(tokens, 0.0, [step for step in steps if step])
 
     for message in heard:
         for action in actions:
             ends[type(action)] += 1
-            if isinstance(action, Embed | Pick):
+            if isinstance(action, Embed | SampleTokens):
                 assert job is None
                 job = action
         if not isinstance(message, tuple):

@@ -23,7 +23,14 @@ from meshllm.protocol.membership.actions import Action, Drop, SendToPeer
 from meshllm.protocol.membership.codec import CloseReason, Message
 from meshllm.protocol.membership.mesh import Mesh
 from meshllm.protocol.membership.records import Profile, StateRecord
-from meshllm.protocol.trust.credential import Credential, Removals, Role, found, issue, remove
+from meshllm.protocol.trust.credential import (
+    Credential,
+    Removals,
+    Role,
+    founder_credential,
+    issue,
+    remove,
+)
 from meshllm.protocol.trust.identity import NodeKey
 from tests.builders.identities import WALL
 from tests.property import strategies
@@ -54,7 +61,7 @@ class Members(RuleBasedStateMachine):
         self.founders: set[NodeId] = set()
         """The keys that the founder removed."""
         key = self._key()
-        self._add(key, found(key, bytes(16)))
+        self._add(key, founder_credential(key, bytes(16)))
 
     @precondition(lambda self: len(self.keys) < MOST)
     @rule(by=places, role=st.sampled_from([Role.NODE, Role.NODE, Role.NODE, Role.CLIENT]))

@@ -6,7 +6,7 @@ Arguments select attacks by a part of their name; without any, all run.
 import subprocess
 import sys
 
-from meshllm.cli.terminal.render import out, table, talk
+from meshllm.cli.terminal.render import out, print_message, table
 from tests.security import (
     addresses,
     api,
@@ -56,7 +56,7 @@ def main(words: list[str]) -> int:
         outcome = _run(attack)
         held = held and outcome.held
         verdict = "held" if outcome.held else "BROKEN"
-        talk(f"{attack.name}: {outcome.effect}: {verdict}")  # a long run may be ended
+        print_message(f"{attack.name}: {outcome.effect}: {verdict}")  # a long run may be ended
         rows.append((attack.name, attack.before, outcome.effect, outcome.bound, verdict))
     out(table(("attack", "effect before", "effect now", "bound", ""), rows))
     return 0 if held else 1

@@ -31,7 +31,7 @@ async def _chat(folder: Path) -> tuple[list[str], int]:
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         at = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
         store = StateStore.open(folder / "attacker")
-        store.found()
+        store.create_mesh()
         inner = tuple(
             f"ws://{text}"
             for text in (f"{at}/admin?off=1", f"{at}/#x", f"u:p@{at}/", f"{at}/%0d%0aX:y", at)

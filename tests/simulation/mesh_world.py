@@ -37,7 +37,7 @@ from meshllm.protocol.membership.records import (
 from meshllm.protocol.planning.plan import Links, ModelSizes, Offer, Plan, PlanConstraints
 from meshllm.protocol.planning.policies import make_plan
 from meshllm.protocol.session.messages import DType
-from meshllm.protocol.trust.credential import Credential, Role, found, issue, remove
+from meshllm.protocol.trust.credential import Credential, Role, founder_credential, issue, remove
 from meshllm.protocol.trust.identity import NodeKey, verify
 
 MOST = 6  # nodes
@@ -62,7 +62,7 @@ def member(number: int) -> tuple[NodeKey, Credential]:
     """Return a key and its credential; 0 is the founder, and each is invited by another."""
     key = NodeKey(blake3(b"member %d" % number).digest())
     if number == 0:
-        return key, found(key, bytes(16))
+        return key, founder_credential(key, bytes(16))
     inviter, credential = member((number - 1) // 2)
     return key, issue(inviter, credential, key.node, Role.NODE)
 

@@ -27,9 +27,9 @@ from meshllm.protocol.session.actions import (
     Emit,
     Failed,
     GenerationTask,
-    Pick,
     Progress,
     Reserve,
+    SampleTokens,
 )
 from meshllm.protocol.session.blob import check, seal, session_key
 from meshllm.protocol.session.codec import MAX_POSITION, MalformedMessage, decode, encode
@@ -479,7 +479,7 @@ class Simulation:
                 case Embed():
                     assert action.pos + len(action.tokens) <= one.entry._room, "beyond its room"
                     self.work(0, partial(self.embed, one, action))
-                case Pick():
+                case SampleTokens():
                     self.work(0, partial(self.pick, one, action))
                 case Forward(message):
                     if isinstance(message, Data | Cancel):
@@ -526,7 +526,7 @@ class Simulation:
         blob = pack(session, out) if self.ring > 1 else None
         self.drive(one, one.entry.computed(blob, self.now))
 
-    def pick(self, one: Generation, pick: Pick) -> None:
+    def pick(self, one: Generation, pick: SampleTokens) -> None:
         session, limit = one.task.session, pick.limit - pick.pos
         self.flights[1 + len(one.entry._flight)] += 1
         rows = unpack(session, pick.blob) if pick.blob else self.caches[0][session]
@@ -538,9 +538,11 @@ class Simulation:
             tokens.append(row % VOCABULARY)
             if tokens[-1] != draft or len(tokens) == limit:
                 break
-        self.drive(one, one.entry.picked(tokens, self.now, self.steps(one, pick, tokens)))
+        self.drive(one, one.entry.sampled(tokens, self.now, self.steps(one, pick, tokens)))
 
-    def steps(self, one: Generation, pick: Pick, tokens: list[int]) -> list[tuple[int, ...]]:
+    def steps(
+        self, one: Generation, pick: SampleTokens, tokens: list[int]
+    ) -> list[tuple[int, ...]]:
         """Draft nothing, the right tokens, or any tokens."""
         draw, flying = self.random, pick.flying(tokens)
         sizes = [draw.randint(0, self.weather.drafts)]

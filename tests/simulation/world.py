@@ -29,7 +29,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 OUT_S = 12  # s at most that others follow a plan with a hung node; plans and disks are slow
-TIMERS = ("_expire", "_stir")
+TIMERS = ("_expire", "_schedule_planning")
 BUG_S = 3  # s at most that a node keeps running after a bug
 
 

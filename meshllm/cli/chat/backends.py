@@ -99,7 +99,7 @@ def _running(
         if reader:
             _announce(reader)
         if not providers and (cause := _awaited(status, model)):
-            render.talk(render.dim(f"waiting: {cause}"))
+            render.print_message(render.dim(f"waiting: {cause}"))
     named = flags["model"]
     opener = node if model is None or not named else _asking(node, as_asked(model, str(named)).name)
     served = change(chosen, {"model": render.one_line(model.name)}) if model else chosen
@@ -182,7 +182,7 @@ async def open_ticket(settings: Settings) -> AsyncIterator[Backend]:
 
 
 def _announce(reader: str) -> None:
-    render.talk(render.dim(f"the prompt leaves this machine: it goes to {reader}"))
+    render.print_message(render.dim(f"the prompt leaves this machine: it goes to {reader}"))
 
 
 def _announce_local(chosen: Settings) -> None:
@@ -190,7 +190,7 @@ def _announce_local(chosen: Settings) -> None:
     folder = state_path(chosen)
     found = "no node is running at" if folder.exists() else "no node has used"
     text = f"{found} `{render.one_line(str(folder))}`: {_here(chosen)} answers"
-    render.talk(render.dim(text))
+    render.print_message(render.dim(text))
 
 
 def _inviter(chosen: Settings) -> str:

@@ -108,7 +108,9 @@ def chat(
         raise UserError("`--raw` cannot be combined with `--think`", hint="omit one of them")
     wanted = _read_schema(schema) if schema else None
     mode = None if outline is None else mode_of(outline)
-    text = read_prompt(prompt, sys.stdin, waits=lambda: None if quiet else render.talk(_WAITS))
+    text = read_prompt(
+        prompt, sys.stdin, waits=lambda: None if quiet else render.print_message(_WAITS)
+    )
     ends = tuple(stop or ())
     opener: Opener
     where = ""
@@ -136,7 +138,7 @@ def chat(
         model = None if chosen.model == ANY_MODEL else chosen.model
         render.dump({"model": model, **as_fields(answer), "seed": seed})
     if stats:
-        render.talk(f"{render.statistics(answer)}\nseed {request.sampling.seed}")
+        render.print_message(f"{render.statistics(answer)}\nseed {request.sampling.seed}")
 
 
 def _read_schema(path: Path) -> str:

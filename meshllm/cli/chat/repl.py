@@ -264,4 +264,4 @@ def _cancelled_by_sigint(asking: asyncio.Task[Answer]) -> Iterator[None]:
 
 
 def _note(text: str) -> None:
-    render.talk(render.dim(text))
+    render.print_message(render.dim(text))

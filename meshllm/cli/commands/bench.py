@@ -192,7 +192,7 @@ def _replay(options: ReplayOptions, chosen: Settings, json: Path | None) -> None
     with render.Status(sys.stderr) as status:
         found = measure_replay(options, chosen, status.show)
     for reason, count in found.errors.items():
-        render.talk(f"not answered, {count} of {found.requests}: {render.safe(reason)}")
+        render.print_message(f"not answered, {count} of {found.requests}: {render.safe(reason)}")
     _show({"speed": options.speed, **asdict(found)}, replay_table(found), json)
 
 

@@ -109,7 +109,7 @@ def set_(
 
     path = _file(is_project=project)
     written = put(path, _key(name), value)
-    render.talk(f"{_key(name)} = {render.plain(written)} in {path}")
+    render.print_message(f"{_key(name)} = {render.plain(written)} in {path}")
     _warn_if_hidden(_key(name), path)
 
 
@@ -120,7 +120,7 @@ def unset(name: Name, project: Project = False) -> None:
 
     path = _file(is_project=project)
     drop(path, _key(name))
-    render.talk(f"removed {_key(name)} from {path}")
+    render.print_message(f"removed {_key(name)} from {path}")
 
 
 @app.command("path")
@@ -143,7 +143,7 @@ def edit(project: Project = False) -> None:
     while True:
         edited = _edited(draft)
         if edited is None:
-            render.talk("nothing changed")
+            render.print_message("nothing changed")
             return
         if _read(path) != text:
             raise UserError(
@@ -158,7 +158,7 @@ def edit(project: Project = False) -> None:
                 raise typer.Exit(error.exit_code) from None
             draft = edited
         else:
-            render.talk(f"saved {path}")
+            render.print_message(f"saved {path}")
             return
 
 
@@ -236,4 +236,4 @@ def _warn_if_hidden(name: str, path: Path) -> None:
     except UserError:  # of another setting: what was written stands
         return
     if origin != str(path):
-        render.talk(f"note: `{origin}` sets it, too, and takes precedence")
+        render.print_message(f"note: `{origin}` sets it, too, and takes precedence")

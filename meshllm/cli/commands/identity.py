@@ -28,4 +28,4 @@ def identity(as_json: Json = False, **flags: Scalar) -> None:
         render.dump({"node": show(node), "short": short(node), "mesh": mesh})
         return
     render.out(show(node))
-    render.talk(render.dim(f"short form {short(node)}, key in {store.folder}"))
+    render.print_message(render.dim(f"short form {short(node)}, key in {store.folder}"))

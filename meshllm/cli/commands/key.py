@@ -105,7 +105,7 @@ def create(
         render.dump({"name": name, "key": key, "expires_s": expires_s, "owner": owner})
     else:
         render.out(key)
-        render.talk("stored as a hash: it cannot be shown again")
+        render.print_message("stored as a hash: it cannot be shown again")
     if limits.models and _is_running(chosen):
         _note_unserved(chosen, limits.models)
 
@@ -122,7 +122,7 @@ def _note_unserved(chosen: Settings, names: Sequence[str]) -> None:
         return
     if unserved := [name for name in names if find_model(served, name) is None]:
         which = ", ".join(f"`{render.safe(name)}`" for name in unserved)
-        render.talk(f"note: the mesh does not serve {which} now")
+        render.print_message(f"note: the mesh does not serve {which} now")
 
 
 @app.command("list")
@@ -143,7 +143,7 @@ def list_keys(as_json: Json = False, **flags: Scalar) -> None:
         render.out(render.table(header, [_row(each, now) for each in found]))
     else:
         create = with_state("meshllm key create NAME", state_path(chosen))
-        render.talk(f"no keys; create one with `{create}`")
+        render.print_message(f"no keys; create one with `{create}`")
 
 
 @app.command()
@@ -171,12 +171,12 @@ def revoke(
         tags = accounts.revoked()
     what = "the key" if name == "-" else f"`{name}`"
     if not _is_running(chosen):
-        render.talk(f"{what} is revoked here; other nodes are notified when the node runs")
+        render.print_message(f"{what} is revoked here; other nodes are notified when the node runs")
         return
     import asyncio
 
     asyncio.run(NodeClient(socket_path(chosen)).revoke(tags))
-    render.talk(f"{what} is revoked at all API servers of the mesh")
+    render.print_message(f"{what} is revoked at all API servers of the mesh")
 
 
 def _is_running(chosen: Settings) -> bool:

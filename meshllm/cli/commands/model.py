@@ -189,7 +189,7 @@ def families(
         return
     measured = measured_verdicts().values()
     checked = sum(verdict.equal for verdict in measured)
-    render.talk(f"{checked} of {len(measured)} text model types are bit-equal when split")
+    render.print_message(f"{checked} of {len(measured)} text model types are bit-equal when split")
 
 
 def _of_type(kind: str, verdicts: "Mapping[str, Verdict]") -> "dict[str, Verdict]":

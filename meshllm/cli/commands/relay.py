@@ -180,7 +180,7 @@ def _limits(rate: str) -> "RelayLimits":
 
 
 def _say(notice: Notice) -> None:
-    render.talk(f"{datetime.now().astimezone():%H:%M:%S} {notice.text}")
+    render.print_message(f"{datetime.now().astimezone():%H:%M:%S} {notice.text}")
 
 
 def _log(notice: Notice) -> None:

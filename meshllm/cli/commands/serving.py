@@ -128,7 +128,7 @@ def _serve_planned(
 def _tell(served: "ModelStatus") -> None:
     render.out(served.name)
     rings = "a ring" if served.replicas == 1 else f"up to {served.replicas} rings"
-    render.talk(f"served by {rings} of {served.layers} layers; see `meshllm ring status`")
+    render.print_message(f"served by {rings} of {served.layers} layers; see `meshllm ring status`")
 
 
 @takes("state")
@@ -145,7 +145,7 @@ def stop(model: Model, as_json: Json = False, **flags: Scalar) -> None:
     if as_json:
         render.dump({"model": stopped})
         return
-    render.talk(f"{render.one_line(stopped)} is no longer served")
+    render.print_message(f"{render.one_line(stopped)} is no longer served")
 
 
 def _planned(path: Path, chosen: Settings) -> "list[ModelOptions]":

@@ -42,7 +42,7 @@ def usage(
         render.dump({"by": by, "usage": [{by: name, **asdict(used)} for name, used in found]})
         return
     if not found:
-        render.talk("no requests yet")
+        render.print_message("no requests yet")
         return
     header = (by, "requests", "errors", "read", "cached", "written")
     render.out(render.table(header, [(n or _NO_KEY, *asdict(used).values()) for n, used in found]))

@@ -68,7 +68,7 @@ def tell(name: str, text: str, **facts: str) -> None:
     if is_json():
         event("api", event=name, **(facts or {"text": text}))
     else:
-        render.talk(text)
+        render.print_message(text)
 
 
 def _host_for_others(api_server: "ApiServer") -> str | None:

@@ -435,7 +435,7 @@ def _write_private(path: Path, text: str) -> None:
 
 
 def _say(notice: Notice) -> None:
-    render.talk(f"{datetime.now().astimezone():%H:%M:%S} {notice.text}")
+    render.print_message(f"{datetime.now().astimezone():%H:%M:%S} {notice.text}")
 
 
 def _log(notice: Notice) -> None:
@@ -493,4 +493,6 @@ def print_unit(config: Config) -> None:
     names = (each for each in ("transport", *SETTINGS, "discovery") if each not in unused)
     render.out(unit(command(config, names)), end="")
     if config.settings.join is not None:
-        render.talk("the unit contains no ticket: join once by hand, then start the service")
+        render.print_message(
+            "the unit contains no ticket: join once by hand, then start the service"
+        )

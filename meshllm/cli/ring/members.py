@@ -77,7 +77,9 @@ def ticket(
     times = "once" if uses == 1 else f"{uses} times"
     is_seen = sys.stdout.isatty() and sys.stderr.isatty()  # else stderr may be a log
     shown = made if is_seen else "TICKET"
-    render.talk(f"valid {times} within {expires}; to use it: meshllm {command} --join {shown}")
+    render.print_message(
+        f"valid {times} within {expires}; to use it: meshllm {command} --join {shown}"
+    )
 
 
 @takes("state")
@@ -130,12 +132,12 @@ def remove(
         return
     known = {each.node: each for each in there}
     for gone in clean((done, *done.taken)):  # one may have joined since
-        render.talk(f"{_title(known.get(gone.node, gone))} was removed")
+        render.print_message(f"{_title(known.get(gone.node, gone))} was removed")
     spared = {each.node for each in done.spared}
     if staying := [each for each in there if each.node in spared and not each.is_self]:
         names = ", ".join(map(_name, staying))
         verb = "stays" if len(staying) == 1 else "stay"
-        render.talk(f"{names}, invited by {_name(found)}, {verb}")
+        render.print_message(f"{names}, invited by {_name(found)}, {verb}")
 
 
 def lay_out(members: "Sequence[MemberStatus]", columns: int | None = None) -> str:
@@ -196,7 +198,9 @@ def _confirm(found: "MemberStatus", going: "list[MemberStatus]") -> None:
     if not _is_interactive():
         raise UserError("Cannot ask for confirmation: stdin is not a terminal", hint="add `--yes`")
     for each in going:
-        render.talk(f"{_title(each)} will be removed, too: it was invited by {_name(found)}")
+        render.print_message(
+            f"{_title(each)} will be removed, too: it was invited by {_name(found)}"
+        )
     if not typer.confirm(f"Permanently remove {_title(found)}?", err=True):
         raise typer.Exit(1)
 

@@ -60,7 +60,7 @@ def status(
         from meshllm.cli.ring.watch import changes, follow
 
         show = changes(lambda it: render.out(_line(it) if as_json else f"{_text(it)}\n"))
-        asyncio.run(follow(client, show, render.talk))
+        asyncio.run(follow(client, show, render.print_message))
 
 
 app.command("plan", epilog=plan.EXAMPLES)(plan.plan)

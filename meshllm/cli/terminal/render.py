@@ -112,7 +112,7 @@ def _layout(*, markdown: bool) -> Wrap | MarkdownStream:
     return Wrap(columns - 1)
 
 
-def talk(text: str) -> None:
+def print_message(text: str) -> None:
     """Write a message to stderr, if somebody may still read it.
 
     No answer and no node ends because the reader of its messages has gone, such as `tee`, or a
@@ -178,9 +178,9 @@ def error(failure: MeshError) -> None:
     if is_json():
         logging.getLogger("meshllm").error("%s", failure, extra={"hint": failure.hint})
         return
-    talk(f"{_paint('error:', _RED)} {safe(str(failure))}")
+    print_message(f"{_paint('error:', _RED)} {safe(str(failure))}")
     if failure.hint:
-        talk(f"{_paint('hint:', _CYAN)} {safe(failure.hint)}")
+        print_message(f"{_paint('hint:', _CYAN)} {safe(failure.hint)}")
 
 
 def safe(text: str) -> str:
@@ -312,7 +312,7 @@ class Status:
     def __exit__(self, *_: object) -> None:
         self.clear()
         for note in () if self.is_quiet else self.notes:
-            talk(dim(note))
+            print_message(dim(note))
 
     def show(self, text: str, end: str = "") -> None:
         """Show a text in place of the current line; ``end`` of it also if it does not fit."""
@@ -346,7 +346,7 @@ class Status:
             self._write("\r\x1b[K")
 
     def _write(self, text: str) -> None:
-        """Write, unless the terminal has gone, see `talk`."""
+        """Write, unless the terminal has gone, see `print_message`."""
         try:
             self.stream.write(text)
             self.stream.flush()

@@ -128,7 +128,7 @@ class ModelDrafting:
         """
         for drafter in [each for each in self._drafters if each.has_text(tokens, scope)]:
             self._drafters.discard(drafter)
-            self._spare = scope, *drafter.hand_over()
+            self._spare = scope, *drafter.release_cache()
 
     def forget(self, drafter: "ModelDrafter") -> None:
         """Keep nothing of a text that has no drafts any more."""
@@ -217,7 +217,7 @@ class ModelDrafter:
         if not self._drafting.has_room(len(self._text) - self._held):
             self._can_draft = False
             self._drafting.forget(self)
-            self.hand_over()  # drops the cache
+            self.release_cache()  # drops the cache
             return None
         self._next = self._drafting.read(new, self._cache)
         self._held += len(new)
@@ -239,7 +239,7 @@ class ModelDrafter:
         """Return whether this is the text of the drafter, and its scope."""
         return self.scope == scope and self._text == list(text)
 
-    def hand_over(self) -> tuple[list[int], SpanCache]:
+    def release_cache(self) -> tuple[list[int], SpanCache]:
         """Return the text as far as it was read, and its cache, which is another text's now."""
         found = self._text[: self._held], self._cache
         self._cache, self._held, self._drafted = self._drafting.new_cache(), 0, []

@@ -207,7 +207,7 @@ class Text:
             raise UserError("The tokenizer of the model supports no JSON schemas")
         return str(backend.to_str())
 
-    def spell(self, token: int) -> bytes:
+    def token_bytes(self, token: int) -> bytes:
         """Return the bytes of one token, which may be a part of a character."""
         if token in self._added:
             return self._added[token]

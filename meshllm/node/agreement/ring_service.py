@@ -92,7 +92,7 @@ class RingService:
 
     async def run(self) -> None:
         """Serve in one ring after the other, each with its model."""
-        parts, found = self._parts, await self._found()
+        parts, found = self._parts, await self._open_founding_model()
         if found is None:
             await self._charter_known.wait()
             assert parts.machine.charter is not None  # never unset
@@ -166,12 +166,12 @@ class RingService:
         servers = (each for each in self.servers if each.member.group == group)
         return next((each.status for each in servers), None)
 
-    async def _found(self) -> "ModelRuntime | None":
+    async def _open_founding_model(self) -> "ModelRuntime | None":
         """Open the model of a new mesh, and publish its charter; None if the mesh has one."""
         parts, pauses = self._parts, _pauses()
         while parts.machine.charter is None and parts.is_founder:
             try:
-                model, charter = await parts.prepared.found()
+                model, charter = await parts.prepared.open_founding_model()
             except OutOfMemory as error:
                 lack = _without_frames(error)
             else:

@@ -190,7 +190,7 @@ class Worker:
         try:
             await asyncio.sleep(sleep_s)
             late_s = max(0.0, self._now() - until)
-            self.excuse(late_s + (min(late_s, sleep_s) if late_s > LATE_S else 0.0))
+            self.extend_for_suspension(late_s + (min(late_s, sleep_s) if late_s > LATE_S else 0.0))
         finally:
             self._wakes_at = inf
 
@@ -199,7 +199,7 @@ class Worker:
         if running := self._running:
             self._running = running[0], running[1] + seconds
 
-    def excuse(self, seconds: float) -> None:
+    def extend_for_suspension(self, seconds: float) -> None:
         """Extend the limit of the running function by a time in which this process was stopped."""
         if running := self._running:
             self._excused = running[0], seconds + self._excused_s(running[0])

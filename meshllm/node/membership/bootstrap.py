@@ -70,7 +70,7 @@ async def enter(
     if ticket is None or _is_redeemed(store, ticket):
         credential = store.credential
         if credential is None:
-            credential = await off_loop(store.found)
+            credential = await off_loop(store.create_mesh)
         return Membership(credential, incarnation, None, _known(store, ticket))
     link = await dial_inviter(store, ticket, transports, incarnation, discovery=options.discovery)
     credential = await redeem(store, ticket, link, off_loop)

@@ -28,7 +28,7 @@ from meshllm.protocol.trust.credential import (
     ClientLimits,
     Credential,
     Role,
-    found,
+    founder_credential,
 )
 from meshllm.protocol.trust.identity import NodeKey
 from meshllm.protocol.trust.ticket import MAX_ADDRESSES, SECRET_BYTES, Ticket
@@ -134,9 +134,9 @@ class StateStore:
         credential = self.credential
         return credential.mesh if credential else None
 
-    def found(self) -> Credential:
+    def create_mesh(self) -> Credential:
         """Found a mesh with this node as its only member."""
-        return self.join(found(self.key, secrets.token_bytes(SALT_BYTES)))
+        return self.join(founder_credential(self.key, secrets.token_bytes(SALT_BYTES)))
 
     def join(self, credential: Credential, ticket: Ticket | None = None) -> Credential:
         """Store a credential and the ticket that it was issued for; drop data of another mesh."""

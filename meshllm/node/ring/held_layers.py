@@ -49,8 +49,8 @@ class HeldLayers:
         """Hold nothing yet; load in advance in ``tasks``.
 
         ``sessions`` returns how many the rank has; ``changed`` is called once `prepared` has.
-        ``stage`` returns the rank if it is a stage at work. ``hand_over`` sends KV caches to the
-        nodes of a plan that this one leaves.
+        ``stage`` returns the rank if it is a stage at work. ``hand_over`` sends KV caches to
+        the nodes of a plan that this one leaves.
         """
         self._me = me
         self._model = model

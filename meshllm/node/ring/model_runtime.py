@@ -192,7 +192,7 @@ class ModelRuntime:
             await self.release_ahead()
         helps = part.is_divided and not part.is_entry and plan.stages[-1].node == me
         if helps and held.help is None:
-            help_ = await self.worker.run(self._loader.load_help, part)
+            help_ = await self.worker.run(self._loader.load_partial_head, part)
             self._held = held = replace(held, help=help_) if help_ else held
         elif held.help is not None and not helps:
             self._held = held = replace(held, help=None)

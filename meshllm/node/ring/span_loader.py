@@ -196,7 +196,7 @@ class SpanLoader:
         """Runners of what is loaded, but for the last rank's part of the LM head."""
         return self._kept.runners | self._ahead.runners
 
-    def load_help(self, part: RankPart) -> Runner | None:
+    def load_partial_head(self, part: RankPart) -> Runner | None:
         """Load the last rank's part of the LM head, if it is split and the headroom suffices.
 
         The plan does not count it, so it must not use the memory of layers or caches. Without it

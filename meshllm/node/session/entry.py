@@ -55,9 +55,9 @@ from meshllm.protocol.session.actions import (
     Emit,
     Failed,
     GenerationTask,
-    Pick,
     Progress,
     Reserve,
+    SampleTokens,
 )
 from meshllm.protocol.session.codec import MAX_ROWS, size
 from meshllm.protocol.session.entry import Entry
@@ -417,11 +417,11 @@ class EntryNode:
             return
         for place, action in enumerate(actions, start=1):
             # A prefetched job reports its result within this call: it must be the last action.
-            assert place == len(actions) or not isinstance(action, Embed | Pick)
+            assert place == len(actions) or not isinstance(action, Embed | SampleTokens)
             match action:
                 case Embed():
                     self._embed(session, generation, action)
-                case Pick():
+                case SampleTokens():
                     self._pick(session, generation, action)
                 case Forward():
                     self._forward(generation, action)
@@ -523,7 +523,7 @@ class EntryNode:
                 base=(base.session, base.length) if base and base.whole else None,
             )
 
-    def _pick(self, session: SessionId, generation: Generation, job: Pick) -> None:
+    def _pick(self, session: SessionId, generation: Generation, job: SampleTokens) -> None:
         """Sample, and start the next step without waiting until the tokens are delivered."""
         # Several steps in flight keep other ranks busy; several sessions do that by themselves.
         is_lone = self._neighbours is not None and self.sessions == 1
@@ -535,12 +535,12 @@ class EntryNode:
         sample = SampleJob(generation, job, Stopwatch(), Stopwatch())
         if generation.embeds:
             deliver = partial(generation.deliver, job, sample.watch)
-            picked = partial(self._picked, session, generation, sample)
-            self._samples.submit_alone(session, deliver, picked)
+            sampled = partial(self._sampled, session, generation, sample)
+            self._samples.submit_alone(session, deliver, sampled)
             return
         ahead = generation.ahead = PrefetchedStep(sample.watch_ahead)
-        picked = partial(self._picked, session, generation, sample)
-        submit = partial(self._samples.submit, session, sample, picked, ahead.set_result)
+        sampled = partial(self._sampled, session, generation, sample)
+        submit = partial(self._samples.submit, session, sample, sampled, ahead.set_result)
         if self._head is None:
             submit()
             return
@@ -552,7 +552,7 @@ class EntryNode:
             self._samples.submit_alone(
                 session,
                 partial(compute_own_logits, head, sample),
-                lambda error: picked(error) if error else head.wait(split, submit),
+                lambda error: sampled(error) if error else head.wait(split, submit),
             )
 
     def _steps_beside(self, generation: Generation) -> list[int]:
@@ -617,7 +617,7 @@ class EntryNode:
                 generation.rows_beside = sum(self._steps_beside(generation))
                 self._act(session, generation.machine.computed(blob, loop_time()))
 
-    def _picked(
+    def _sampled(
         self,
         session: SessionId,
         generation: Generation,
@@ -635,7 +635,7 @@ class EntryNode:
         if sample.job.pos > generation.known_tokens:
             generation.gauge.computed(sample.watch.spent)
         generation.gauge.tokens(loop_time(), len(result.tokens))
-        actions = generation.machine.picked(
+        actions = generation.machine.sampled(
             result.tokens, loop_time(), result.steps, stop=result.is_last
         )
         self._act(session, actions)

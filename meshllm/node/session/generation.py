@@ -27,7 +27,7 @@ from meshllm.node.session.wire import error_of, opened_rows
 from meshllm.node.supervisor import contained
 from meshllm.protocol.kv_cache.prefix_index import Chunk
 from meshllm.protocol.kv_cache.prefix_scope import PrefixScope
-from meshllm.protocol.session.actions import Done, Embed, Emit, Failed, Pick, Progress
+from meshllm.protocol.session.actions import Done, Embed, Emit, Failed, Progress, SampleTokens
 from meshllm.protocol.session.blob import SessionKey
 from meshllm.protocol.session.entry import Entry
 from meshllm.protocol.session.messages import Blob
@@ -261,7 +261,7 @@ class Generation:
         cached = before.cached if before else min(self.machine.reused, self.prompt_tokens)
         return resumable(self._resume_key, chunks, held, cached)
 
-    def logits_request_for(self, job: Pick) -> LogitsRequest | None:
+    def logits_request_for(self, job: SampleTokens) -> LogitsRequest | None:
         """Return the logits request that belongs to this job, if any."""
         request = self.logits_request
         return request if request and (request.gen, request.pos + 1) == (job.gen, job.pos) else None
@@ -345,7 +345,7 @@ class Generation:
         """Key that seals its blobs."""
         return self._encoder.key
 
-    def open(self, job: Pick, watch: Stopwatch) -> Tensor:
+    def open(self, job: SampleTokens, watch: Stopwatch) -> Tensor:
         """Return the rows [1, 1 + G, D] for the head; in a ring of one they are logits."""
         watch.queued()
         self._next = None
@@ -355,18 +355,18 @@ class Generation:
         watch.serialised()
         return rows
 
-    def _opened(self, job: Pick) -> Tensor:
+    def _opened(self, job: SampleTokens) -> Tensor:
         form = self._runners.front.row_format
         return opened_rows(self._encoder.key, job.blob, 1 + len(job.drafts), form)
 
-    def pick(self, job: Pick, logits: Tensor, watch: Stopwatch) -> Picked:
+    def pick(self, job: SampleTokens, logits: Tensor, watch: Stopwatch) -> Picked:
         """Sample from ``logits`` [1, 1 + G, V] up to the first rejected draft token."""
         tokens, is_last = self._sample_and_verify(logits[0], job)
         steps = self._look_ahead(tokens, job, is_last=is_last)
         watch.computed()
         return Picked(tokens, is_last, steps)
 
-    def deliver(self, job: Pick, watch: Stopwatch) -> Picked:
+    def deliver(self, job: SampleTokens, watch: Stopwatch) -> Picked:
         """Deliver the rows of a Pick after the final norm; pick the tokens that are forced."""
         rows = self._runners.final_rows(self.open(job, watch))[0]
         assert self._order.on_rows
@@ -404,7 +404,7 @@ class Generation:
                 raise CacheMiss(str(error)) from None
         return self.cache
 
-    def _sample_and_verify(self, logits: Tensor, job: Pick) -> tuple[tuple[int, ...], bool]:
+    def _sample_and_verify(self, logits: Tensor, job: SampleTokens) -> tuple[tuple[int, ...], bool]:
         """Sample from ``logits`` [1 + G, V], and accept the draft tokens that equal the samples.
 
         Speculative decoding: the first other one is rejected, with all after it, as is what follows
@@ -442,7 +442,7 @@ class Generation:
         place = position - self.prompt_tokens
         return self._order.forced[place] if place < len(self._order.forced) else None
 
-    def _look_ahead(self, tokens: tuple[int, ...], job: Pick, *, is_last: bool) -> Steps:
+    def _look_ahead(self, tokens: tuple[int, ...], job: SampleTokens, *, is_last: bool) -> Steps:
         """Draft what follows the tokens, and note the next step unless the answer ends."""
         steps: Steps = ()
         known, flying = job.pos + len(tokens), job.flying(tokens)
@@ -464,7 +464,7 @@ class Generation:
         return steps
 
     def _draft(
-        self, speculator: Speculator, tokens: tuple[int, ...], job: Pick, *, ends: bool
+        self, speculator: Speculator, tokens: tuple[int, ...], job: SampleTokens, *, ends: bool
     ) -> Steps:
         steps = speculator.after(
             tokens,

@@ -12,7 +12,7 @@ from meshllm.node.compute.stopwatch import Stopwatch
 from meshllm.node.session.continued_cache import undo_step
 from meshllm.node.session.generation import EntryRunners, Generation
 from meshllm.node.session.split_head import HeadParts, SplitStep
-from meshllm.protocol.session.actions import Embed, Pick
+from meshllm.protocol.session.actions import Embed, SampleTokens
 
 
 @dataclass(slots=True)
@@ -20,7 +20,7 @@ class SampleJob:
     """A Pick of one session, and the prefetched Embed that follows it."""
 
     generation: Generation
-    job: Pick
+    job: SampleTokens
     watch: Stopwatch
     """Of the Pick."""
     watch_ahead: Stopwatch
@@ -53,18 +53,18 @@ def sample_batch(
     logits = map_valid(
         lambda good: _heads(runners, head, samples, good), rows
     )  # [1, 1 + G, V] each
-    picked = [
+    sampled = [
         each
         if isinstance(each, Exception)
         else attempt(sample.generation.pick, sample.job, each, sample.watch)
         for sample, each in zip(samples, logits, strict=True)
     ]
-    yield picked
+    yield sampled
     steps = [
         None
         if isinstance(each, Exception)
         else attempt(sample.generation.next_step, sample.watch_ahead)
-        for sample, each in zip(samples, picked, strict=True)
+        for sample, each in zip(samples, sampled, strict=True)
     ]
 
     def run_again(step: tuple[Embed, Tensor, SessionCache]) -> None:

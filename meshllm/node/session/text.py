@@ -234,7 +234,7 @@ class RingBackend:
                     most=most,
                     then=grammar,
                     end_tokens=text.end_tokens,
-                    is_blank=lambda token: text.spell(token).isspace(),
+                    is_blank=lambda token: text.token_bytes(token).isspace(),
                 )
             elif request.max_reasoning is not None:
                 problem = (
@@ -326,7 +326,7 @@ class _Transcript:
         return is_end or self.stream.stopped
 
     def _score(self, token: int, logprob: float) -> Logprob:
-        spelled = self.text.spell(token)
+        spelled = self.text.token_bytes(token)
         return Logprob(token, spelled.decode(errors="replace"), tuple(spelled), logprob)
 
 

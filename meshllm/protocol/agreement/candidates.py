@@ -212,14 +212,14 @@ def links_of(states: Mapping[NodeId, StateRecord], here: Collection[NodeId]) -> 
     node that the author of the charter refuses is not a candidate, not even for a ring of its own.
     """
     named = {node: dict(states[node].links) for node in here if node in states}
-    wires = {}
+    speeds = {}
     for node, peers in named.items():
         for peer, round_trip in peers.items():
             if node < peer and node in named.get(peer, ()) and not _refuse(states, node, peer):
                 measured = [us for us in (round_trip, named[peer][node]) if us]
                 if measured:
-                    wires[node, peer] = LinkSpeed(_quantise(min(measured)) / 2e6)
-    return Links(wires, NO_LINK)
+                    speeds[node, peer] = LinkSpeed(_quantise(min(measured)) / 2e6)
+    return Links(speeds, NO_LINK)
 
 
 def _classify(

@@ -7,7 +7,7 @@ from meshllm.names import NodeId
 from meshllm.protocol.agreement.group_table import GroupTable
 from meshllm.protocol.agreement.groups import UNASSIGNED
 
-Donors: TypeAlias = Callable[[GroupTable, int, list[NodeId], bool], list[NodeId]]
+NodeSources: TypeAlias = Callable[[GroupTable, int, list[NodeId], bool], list[NodeId]]
 """The nodes that a group may take, besides those that it takes; strict or not."""
 
 

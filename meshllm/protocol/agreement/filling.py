@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from meshllm.names import GroupId, NodeId
 from meshllm.protocol.agreement import donors
-from meshllm.protocol.agreement.donors import Donors
+from meshllm.protocol.agreement.donors import NodeSources
 from meshllm.protocol.agreement.group_table import GroupTable
 from meshllm.protocol.agreement.groups import REFUSES, UNASSIGNED
 from meshllm.protocol.agreement.replica_gain import is_worth, rings_beside
@@ -37,7 +37,7 @@ class GroupAssigner(GroupTable):
     def _move(
         self,
         number: int,
-        find: Donors,
+        find: NodeSources,
         *,
         strict: bool,
     ) -> bool:
@@ -231,7 +231,7 @@ class GroupAssigner(GroupTable):
             return False
         return other > number and group.replica > wanting.replica
 
-    def _move_instead(self, number: int, moves: Iterable[Donors]) -> bool:
+    def _move_instead(self, number: int, moves: Iterable[NodeSources]) -> bool:
         """Complete a group with nodes that end their shares in groups that yield to it.
 
         Return whether nodes have moved.

@@ -83,20 +83,20 @@ def plan_ring(
     """
     assert charter.ends is Ends.ENTRY  # else the author counts, among the nodes or not
     here = {offer.node for offer in offers}
-    known = ((at, speed) for at, speed in links.wires.items() if here.issuperset(at))
-    wires = tuple(sorted(known, key=lambda wire: wire[0]))
+    known = ((at, speed) for at, speed in links.speeds.items() if here.issuperset(at))
+    speeds = tuple(sorted(known, key=lambda wire: wire[0]))
     ordered = tuple(sorted(offers, key=lambda offer: offer.node))
-    return _planned(charter, ordered, wires, tuple(sorted(spans.items())))
+    return _planned(charter, ordered, speeds, tuple(sorted(spans.items())))
 
 
 @lru_cache(256)
 def _planned(
     charter: Charter,
     offers: tuple[Offer, ...],
-    wires: tuple[tuple[tuple[NodeId, NodeId], LinkSpeed], ...],
+    speeds: tuple[tuple[tuple[NodeId, NodeId], LinkSpeed], ...],
     spans: tuple[tuple[NodeId, Span], ...],
 ) -> Plan | None:
-    found = Candidates(offers, Links(dict(wires), NO_LINK), {}, {}, dict(spans))
+    found = Candidates(offers, Links(dict(speeds), NO_LINK), {}, {}, dict(spans))
     nobody = offers[0].node  # no author takes part in this
     try:
         case = build_planning_input(MeshView(nobody, charter, nobody, {}, {}), found)

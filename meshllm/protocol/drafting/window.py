@@ -70,7 +70,7 @@ _DRIFT = 0.01  # of pipelined times towards their prior, per step that had the r
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class DraftWindow:
     """Draft tokens and steps in flight at a time."""
 
     drafts: int
@@ -226,7 +226,7 @@ class DrafterStats:
 
 
 class WindowChoice:
-    """Chooses the `Window` of one session and one drafter."""
+    """Chooses the `DraftWindow` of one session and one drafter."""
 
     def __init__(self, times: StepTimes, ring: DrafterStats | None = None) -> None:
         """Start with the statistics of the ring, which this session updates."""
@@ -250,14 +250,14 @@ class WindowChoice:
         depth: int = 1,
         max_drafts: float = inf,
         sessions: int = 1,
-    ) -> Window:
+    ) -> DraftWindow:
         """Choose the draft length, ``room`` at most, and the number of steps in flight.
 
         There are at most ``depth`` steps and, if several, ``max_drafts`` draft tokens in all.
         ``sessions`` run together.
         """
         allowed = [
-            Window(drafts, steps)
+            DraftWindow(drafts, steps)
             for drafts in DRAFTS
             for steps in (DEPTHS if drafts else (1,))
             if drafts <= room and steps <= depth and drafts * steps <= self._most
@@ -293,7 +293,7 @@ class WindowChoice:
         for acceptance in (self._own, self._long, self._ring.acceptance):
             acceptance.note(confidence, min(right + 1, drafts), right)
 
-    def _gain(self, rate: float, window: Window, sessions: int) -> float:
+    def _gain(self, rate: float, window: DraftWindow, sessions: int) -> float:
         """Estimate tokens per second of each session."""
         rate = min(rate, _MAX_RATE)
         passed = rate**window.rows

@@ -202,7 +202,7 @@ class PrefixIndex:
             budget.keep(session, item.capacity)
         return self.make_room()
 
-    def disown(self) -> None:
+    def clear_ownership(self) -> None:
         """Treat all sessions alike, as another node is the entry from now on."""
         self._items = {key: replace(item, is_own=False) for key, item in self._items.items()}
 

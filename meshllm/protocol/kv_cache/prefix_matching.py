@@ -197,7 +197,7 @@ class PrefixCache(Generic[Cache]):
 
     def change_entry(self, *, is_entry: bool) -> None:
         """Keep the caches, but as those of no owner; texts are for an entry only."""
-        self.index.disown()
+        self.index.clear_ownership()
         if not is_entry:
             self._texts.clear()
 

@@ -306,10 +306,10 @@ class Mesh:
         for contact in self.links.values():
             contact.refill(BEAT)
         self._is_changed |= bool(self._replica.watch(now))
-        expelled = self._expel(now) if self._wall_s >= self._next_expiry_s else []
+        ended_members = self._expel(now) if self._wall_s >= self._next_expiry_s else []
         digest = self._replica.digest
         beats = [self._beat_for(peer, contact, digest, now) for peer, contact in self.links.items()]
-        return [*expelled, *beats, *self._tell_fallbacks()]
+        return [*ended_members, *beats, *self._tell_fallbacks()]
 
     def _read(self, peer: NodeId, contact: PeerLink, message: Message, now: float) -> list[Action]:
         match message:
@@ -501,7 +501,7 @@ class Mesh:
     def _expel(self, now: float) -> list[Action]:
         """Forget nodes that are no longer members, and close the links to them."""
         records = self._replica.records
-        for node in records.expelled(self._wall_s):
+        for node in records.ended_members(self._wall_s):
             records.forget(node)
         self._is_changed = True
         strangers = [

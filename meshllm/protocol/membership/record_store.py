@@ -134,7 +134,7 @@ class RecordStore:
         """Return whether a membership that was verified once has ended at this time of day."""
         return expires_at_s(verified) <= wall_s or is_revoked(verified, node, self.removals)
 
-    def expelled(self, wall_s: float) -> set[NodeId]:
+    def ended_members(self, wall_s: float) -> set[NodeId]:
         """Return the nodes with a profile that are not members at this time of day."""
         holders = self._credentials.items()
         return {node for node, shown in holders if self.has_ended(shown, node, wall_s)}

@@ -50,7 +50,7 @@ class RankTimes:
     offer: Offer
     layers: float
     """Layers of its span, in units of an average layer of the model."""
-    wire: LinkSpeed
+    speed: LinkSpeed
     """To the next rank."""
 
     def compute_s(self, rows: int, before: int = 0) -> float:
@@ -78,12 +78,12 @@ class RingTimes:
 
     def wire_s(self, rank: int, rows: int) -> float:
         """Return the seconds of ``rows`` rows from a rank to the next."""
-        return self.ranks[rank].wire.seconds(self.message_bytes(rows))
+        return self.ranks[rank].speed.seconds(self.message_bytes(rows))
 
     def step_s(self, rows: int) -> float:
         """Return the seconds of one trip round the ring."""
-        wires = (self.wire_s(rank, rows) for rank in range(len(self.ranks)))
-        return self._head_s(rows) + sum(rank.compute_s(rows) for rank in self.ranks) + sum(wires)
+        speeds = (self.wire_s(rank, rows) for rank in range(len(self.ranks)))
+        return self._head_s(rows) + sum(rank.compute_s(rows) for rank in self.ranks) + sum(speeds)
 
     @property
     def best_sessions(self) -> int:
@@ -127,7 +127,7 @@ class RingTimes:
                 done[at] = max(done[at], arrived) + rank.compute_s(rows, pos)
                 rows_sent = rows if at < last else int(pos + rows == prompt)
                 sent[at] = max(sent[at], done[at]) + self._transmit_s(at, rows_sent)
-                arrived = sent[at] + rank.wire.latency_s
+                arrived = sent[at] + rank.speed.latency_s
             back.append(arrived)
         return back[-1] + self.head_s
 
@@ -151,7 +151,7 @@ class RingTimes:
         """Return the pace with as many chunks in flight as keep the slowest rank or link busy."""
         busy = [rank.compute_s(chunk) for rank in self.ranks]
         busy += [self._transmit_s(at, chunk) for at in range(len(self.ranks))]
-        trip = sum(busy) + sum(rank.wire.latency_s for rank in self.ranks)
+        trip = sum(busy) + sum(rank.speed.latency_s for rank in self.ranks)
         window = max(len(self.ranks), ceil(trip / max(busy) - _ROUNDING))
         return PrefillPacing(chunk=chunk, window=min(window, MAX_PENDING))
 
@@ -162,7 +162,7 @@ class RingTimes:
 
     def _transmit_s(self, rank: int, rows: int) -> float:
         """Return the seconds that ``rows`` rows keep a link busy."""
-        return self.message_bytes(rows) / self.ranks[rank].wire.bytes_per_s
+        return self.message_bytes(rows) / self.ranks[rank].speed.bytes_per_s
 
 
 def ring_times(plan: Plan, offers: Sequence[Offer], links: Links, shape: ModelSizes) -> RingTimes:
@@ -176,10 +176,10 @@ def ring_times(plan: Plan, offers: Sequence[Offer], links: Links, shape: ModelSi
     if missing := [node for node in nodes if node not in by_node]:
         raise UserError(f"Node `{short(missing[0])}` is in the plan but made no offer")
     pairs = list(zip(nodes, (*nodes[1:], nodes[0]), strict=True))
-    wires = [links.between(*pair) for pair in pairs] if len(pairs) > 1 else [LinkSpeed(0.0)]
+    speeds = [links.between(*pair) for pair in pairs] if len(pairs) > 1 else [LinkSpeed(0.0)]
     ranks = tuple(
-        RankTimes(by_node[stage.node], _mean_layers(shape, stage.span), wire)
-        for stage, wire in zip(plan.stages, wires, strict=True)
+        RankTimes(by_node[stage.node], _mean_layers(shape, stage.span), speed)
+        for stage, speed in zip(plan.stages, speeds, strict=True)
     )
     row_bytes = shape.hidden_size * shape.itemsize
     return RingTimes(ranks, by_node[nodes[0]].head_s, row_bytes, _header_bytes())

@@ -96,15 +96,15 @@ class LinkSpeed:
 class Links:
     """The wires between all pairs of nodes."""
 
-    wires: Mapping[tuple[NodeId, NodeId], LinkSpeed] = field(default_factory=dict)
+    speeds: Mapping[tuple[NodeId, NodeId], LinkSpeed] = field(default_factory=dict)
     """From the first node to the second; also used for the way back unless that is given."""
     default: LinkSpeed = field(default_factory=lambda: LinkSpeed(0.0))
     """Between nodes that are not in ``wires``."""
 
     def between(self, here: NodeId, there: NodeId) -> LinkSpeed:
         """Return the wire from one node to another."""
-        back = self.wires.get((there, here), self.default)
-        return self.wires.get((here, there), back)
+        back = self.speeds.get((there, here), self.default)
+        return self.speeds.get((here, there), back)
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,7 @@ class Embed:
 
 
 @dataclass(frozen=True, slots=True)
-class Pick:
+class SampleTokens:
     """Final norm, head and sampling of the tokens from ``pos`` on; then call ``picked``.
 
     The digest of the blob is not checked yet: hashing belongs on the compute thread.
@@ -167,5 +167,5 @@ class Closed:
     """Of rank 1, 2, and so on; empty if Close did not come back."""
 
 
-Action = Embed | Pick | Emit | Reserve | Forward | Progress | Done | Failed | Closed
+Action = Embed | SampleTokens | Emit | Reserve | Forward | Progress | Done | Failed | Closed
 """What an entry wants its driver to do."""

@@ -57,10 +57,10 @@ The caches have *room* for the prompt and the first part of the answer. When lit
 the entry requests more, and goes on meanwhile: so it waits only if there is none, and then at the
 last position that has room, with nothing in flight for long.
 
-The driver runs one job at a time for a session, `Embed` or `Pick`, and answers it; results wait
-meanwhile. While it reports the tokens of a Pick, it may already embed what follows: the next Embed
-asks for it, unless the answer ends or a race below intervenes. So an Embed has priority after a
-Pick, and a Pick after an Embed. Races:
+The driver runs one job at a time for a session, `Embed` or `SampleTokens`, and answers it; results
+wait meanwhile. While it reports the tokens of a Pick, it may already embed what follows: the next
+Embed asks for it, unless the answer ends or a race below intervenes. So an Embed has priority after
+a Pick, and a Pick after an Embed. Races:
 
 - Restart against a running Embed: the restart wins. The output is of an older gen and is dropped;
   the next Embed crops the local cache. If that cannot be cropped so far, `missed` restarts at 0.
@@ -86,9 +86,9 @@ from meshllm.protocol.session.actions import (
     Emit,
     Failed,
     GenerationTask,
-    Pick,
     Progress,
     Reserve,
+    SampleTokens,
 )
 from meshllm.protocol.session.codec import MAX_POSITION
 from meshllm.protocol.session.messages import (
@@ -154,7 +154,7 @@ class Entry:
         self._injected = 0
         self._flight: deque[int] = deque()  # end position of each chunk or step in flight
         self._back: dict[int, Blob | None] = {}  # rows that wait for a Pick, by end position
-        self._job: Embed | Pick | None = None
+        self._job: Embed | SampleTokens | None = None
         self._ahead: tuple[int, ...] = ()  # drafts in flight after the last known token
         self._steps: deque[tuple[int, ...]] = deque()  # drafts after those, to be injected
         self._tries = 0
@@ -249,9 +249,9 @@ class Entry:
             case EntryState.PREFILL | EntryState.DECODE, Malformed(text=text):
                 last = self._task.ring - 1  # its link has counted the fault
                 return self._fail(Failed(FaultCode.RULES, text, last), now)
-            case EntryState.PREFILL, Resume(held=held) if self._asks_held:
+            case EntryState.PREFILL, Resume(held=held) if self._asks_held and self._base:
                 self._asks_held = False
-                self._begin_at(self._whole_chunks(min(held, self._base.held if self._base else 0)))
+                self._begin_at(self._whole_chunks(min(held, self._base.held)))
                 return self._next_job()
             case EntryState.CLOSING, Close(tallies=tallies) if len(tallies) == self._task.ring - 1:
                 return self._closed(tallies, message.keep)
@@ -276,7 +276,7 @@ class Entry:
             return self._returned(end, None, now)
         return [Forward(self._data_of(job, blob)), *self._next_job()]
 
-    def picked(
+    def sampled(
         self,
         tokens: Sequence[int],
         now: float,
@@ -286,11 +286,11 @@ class Entry:
     ) -> list[Action]:
         """Handle the sampled tokens: every accepted draft and one token more.
 
-        ``steps`` are drafts after those of `Pick.flying`, step by step; if that is None, the first
-        ones follow the last of ``tokens``. ``stop`` ends the answer with these tokens.
+        ``steps`` are drafts after those of `SampleTokens.flying`, step by step; if that is None,
+        the first ones follow the last of ``tokens``. ``stop`` ends the answer with these tokens.
         """
         job, self._job = self._job, None
-        if not self._is_live or not isinstance(job, Pick):
+        if not self._is_live or not isinstance(job, SampleTokens):
             return []
         self.state = EntryState.DECODE
         self._tokens += tokens
@@ -374,7 +374,9 @@ class Entry:
         drafts, ahead = self._ahead[: end - known], self._ahead[end - known :]
         blob, max_crop = self._back.pop(end), self._task.max_crop
         max_drafts = MAX_POSITION if max_crop is None else max(0, max_crop - 1)
-        self._job = Pick(self._gen, known, blob, drafts, self._limit, ahead, max_drafts, self._room)
+        self._job = SampleTokens(
+            self._gen, known, blob, drafts, self._limit, ahead, max_drafts, self._room
+        )
         return [*self._progress(known), self._job]
 
     def _start_embed(self) -> list[Action]:

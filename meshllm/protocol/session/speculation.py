@@ -5,13 +5,13 @@ from dataclasses import dataclass, field, replace
 
 from meshllm.protocol.drafting.drafter import Drafting
 from meshllm.protocol.drafting.window import MAX_DEPTH, DrafterStats, StepTimes, WindowChoice
-from meshllm.protocol.session.actions import Pick
+from meshllm.protocol.session.actions import SampleTokens
 
 SURE = 2
 """Confidence from which on the free drafter is preferred to a model."""
 
 Steps = tuple[tuple[int, ...], ...]
-"""Draft tokens by step, see `Entry.picked`."""
+"""Draft tokens by step, see `Entry.sampled`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class _Limits:
     """Limits of the next draft."""
 
     flying: tuple[int, ...] | None
-    """Draft tokens in flight, see `Pick.flying`."""
+    """Draft tokens in flight, see `SampleTokens.flying`."""
     room: int
     """Most draft tokens after the text, those in flight included."""
     max_drafts: int
@@ -68,7 +68,7 @@ class Speculator:
     def after(  # noqa: PLR0913 -- the state of the ring at this step
         self,
         tokens: Sequence[int],
-        job: Pick,
+        job: SampleTokens,
         now: float,
         *,
         prepared: int = 0,
@@ -120,7 +120,7 @@ class Speculator:
                 drafting.keep(text)
 
     def _learn(
-        self, job: Pick, right: int, seconds: float, beside: int, *, is_warm_up: bool
+        self, job: SampleTokens, right: int, seconds: float, beside: int, *, is_warm_up: bool
     ) -> None:
         times, rows = self._speculation.times, 1 + len(job.drafts)
         if is_warm_up:

@@ -176,7 +176,7 @@ Removals = Mapping[NodeId, Removal]
 """Removals by the node that each removes."""
 
 
-def found(key: NodeKey, salt: bytes) -> Credential:
+def founder_credential(key: NodeKey, salt: bytes) -> Credential:
     """Return the founder's credential of a new mesh; ``salt`` is 16 random bytes."""
     return Credential(_mesh_of(key.node, salt), salt)
 

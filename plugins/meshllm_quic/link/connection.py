@@ -19,7 +19,7 @@ from meshllm_quic.path.path_control import PathControl
 from meshllm_quic.wire.lanes import HELLO
 from meshllm_quic.wire.routes import Direct, Route
 
-HANDED_BYTES = 256 * 1024
+MAX_UNSENT_BYTES = 256 * 1024
 """Unsent bytes passed to QUIC per stream; bounds the DATA that later CONTROL competes with."""
 KEEP_ALIVE_S = 10.0
 """Silence before a PING is sent; two may be lost before the idle timeout."""
@@ -178,7 +178,7 @@ class Connection:
         """Return how many bytes the stream accepts now."""
         if channel in self._finished or not self.machine.is_open(channel):
             return 0
-        return HANDED_BYTES - self.machine.unsent(channel)
+        return MAX_UNSENT_BYTES - self.machine.unsent(channel)
 
     def write(self, channel: Channel, data: Buffer) -> None:
         """Append a copy of the bytes to a stream."""

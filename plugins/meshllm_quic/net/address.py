@@ -30,14 +30,14 @@ class QuicAddress:
         return f"quic://{node}{host}:{self.port}"
 
 
-def parse(address: str, usual_port: int | None = None) -> QuicAddress:
+def parse(address: str, default_port: int | None = None) -> QuicAddress:
     """Parse ``quic://HOST:PORT``, ``quic://NODE@HOST:PORT`` or ``HOST:PORT``; raise `UserError`.
 
-    The port may be omitted if there is a ``usual_port``.
+    The port may be omitted if there is a ``default_port``.
     """
     try:
         parts = urlsplit(address if "://" in address else f"quic://{address}")
-        port = usual_port if parts.port is None else parts.port
+        port = default_port if parts.port is None else parts.port
         (parts.hostname or "").encode("idna")  # as the resolver will
     except ValueError:  # an unclosed bracket, a port that is not a number, an empty label
         raise _refusal(address) from None

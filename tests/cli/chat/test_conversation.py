@@ -126,7 +126,10 @@ def test_a_conversation_continues_from_a_file(conversation: Conversation, home: 
 
     told = [conversation.execute("/save talk.json"), other.execute("/load talk.json")]
 
-    assert told == ["saved 2 messages in `talk.json`", "loaded 2 messages from `talk.json`"]
+    assert told == [
+        "saved 2 messages in `talk.json`",
+        "loaded 2 messages from `talk.json`",
+    ]
     assert other.turns == conversation.turns
     assert (other.settings.system, other.settings.sampling.seed) == ("be brief", 7)
     assert (home / "talk.json").stat().st_mode & 0o777 == 0o600

@@ -25,7 +25,7 @@ def test_the_key_is_private(meshllm: Invoke, home: Path) -> None:
 
 def test_the_id_as_json_names_the_mesh(meshllm: Invoke, home: Path) -> None:
     alone = json.loads(meshllm("id", "--state", "here", "--json").stdout)
-    mesh = StateStore.open(home / "here").found().mesh
+    mesh = StateStore.open(home / "here").create_mesh().mesh
     member = json.loads(meshllm("id", "--state", "here", "--json").stdout)
 
     assert alone["mesh"] is None

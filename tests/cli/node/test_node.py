@@ -272,7 +272,7 @@ def test_a_founder_needs_its_model_before_it_prints_a_ticket(
     assert typo.stdout == absent.stdout == ""
     assert typo.stderr.endswith("hint: did you mean `builtin`?\n")
 
-    StateStore.open(home / "state" / "meshllm").found()
+    StateStore.open(home / "state" / "meshllm").create_mesh()
     assert meshllm("node", "--model", "no/model").exit_code == 0  # other nodes may have it
     assert meshllm("node", "--model", "builtn").exit_code == 4
 
@@ -503,7 +503,7 @@ def test_a_node_holds_what_is_lacking_whatever_the_settings_name(
     meshllm: Invoke, node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MESHLLM_MODEL", "org/a,org/b")
-    StateStore.open(Path("here")).found()
+    StateStore.open(Path("here")).create_mesh()
 
     meshllm("node", "--state", "here")
     named = node.options

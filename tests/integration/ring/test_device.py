@@ -122,7 +122,7 @@ async def test_a_node_offers_the_memory_of_its_device(
     options = node_options(tmp_path / "state", model=str(llama), device="cuda:1")
     preparation = Preparation(options, Worker(InlineExecutor()), tmp_path / "cache")
 
-    engine, _ = await preparation.found()
+    engine, _ = await preparation.open_founding_model()
     profile = await preparation.offer(engine, Profile("desk", "1", (), 0))
 
     assert asked == [("cuda:1", torch.float32, Quant.NONE)]

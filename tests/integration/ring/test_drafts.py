@@ -17,14 +17,14 @@ from meshllm.node.session.generation import Ended, GenerationRequest, Token
 from meshllm.request import Sampling
 from meshllm.testing.clock import run_virtual
 from meshllm.testing.models import tiny_model
-from meshllm_loopback import LoopbackTransport, Shape
+from meshllm_loopback import LoopbackTransport, TrafficShape
 from tests.builders.oracle import Oracle
 
 PROMPT = (5, 9, 13, 5, 9, 13, 7, 5, 9)
 TOKENS = 40
 GREEDY, SAMPLED = Sampling(), Sampling(temperature=0.8, seed=3)
 SILENT = Oracle((), 1.0)
-NEAR, FAR = Shape(), Shape(delay_s=0.1)
+NEAR, FAR = TrafficShape(), TrafficShape(delay_s=0.1)
 SURE = 32  # factor on the logits of random weights: probabilities near 1
 
 
@@ -60,7 +60,7 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Source:
     return tiny(tmp_path_factory.mktemp("mistral"), "mistral", 2)
 
 
-async def answers(source: Source, options: RingOptions, shape: Shape = NEAR) -> list[Answer]:
+async def answers(source: Source, options: RingOptions, shape: TrafficShape = NEAR) -> list[Answer]:
     """Answer the prompt greedily, sampled, and greedily again."""
     found = []
     async with open_local_ring(source, options, LoopbackTransport(shape)) as ring:

@@ -20,13 +20,13 @@ from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
 from meshllm.node.session.generation import Ended, GenerationRequest
 from meshllm.protocol.drafting.drafter import Drafter, Drafting
-from meshllm.protocol.drafting.window import STEPS, Window, WindowChoice
-from meshllm.protocol.session.actions import Pick
+from meshllm.protocol.drafting.window import STEPS, DraftWindow, WindowChoice
+from meshllm.protocol.session.actions import SampleTokens
 from meshllm.protocol.session.speculation import Speculator, Steps
 from meshllm.request import FinishReason, Sampling
 from meshllm.testing.clock import run_virtual
 from meshllm.testing.models import tiny_model
-from meshllm_loopback import LoopbackTransport, Shape
+from meshllm_loopback import LoopbackTransport, TrafficShape
 from tests.builders.oracle import Oracle
 
 PROMPT = (5, 9, 13, 5, 9, 13, 7, 5, 9)
@@ -62,13 +62,13 @@ class Changing:
 
 @asynccontextmanager
 async def opened(
-    source: Source, drafting: Drafting | None, nodes: int, shape: Shape | None = None
+    source: Source, drafting: Drafting | None, nodes: int, shape: TrafficShape | None = None
 ) -> AsyncIterator[LocalRing]:
     options = RingOptions(
         nodes=nodes,
         inference=InferenceConfig(threads=1, speculation=drafting is not None, drafting=drafting),
     )
-    async with open_local_ring(source, options, LoopbackTransport(shape or Shape())) as ring:
+    async with open_local_ring(source, options, LoopbackTransport(shape or TrafficShape())) as ring:
         yield ring
 
 
@@ -89,7 +89,7 @@ async def answer(
     sampling: Sampling = SAMPLINGS[0],
     *,
     nodes: int = 1,
-    shape: Shape | None = None,
+    shape: TrafficShape | None = None,
     order: GenerationRequest | None = None,
 ) -> tuple[list[int], Ended]:
     async with opened(source, drafting, nodes, shape) as ring:
@@ -181,14 +181,14 @@ def test_a_text_of_any_family_is_the_same(name: str, tmp_path: Path) -> None:
     indirect=["source"],
 )
 def test_delays_change_no_token(source: Source, seed: int) -> None:
-    shape = Shape(delay_s=0.01, jitter_s=0.05, loss=0.2, seed=seed)
+    shape = TrafficShape(delay_s=0.01, jitter_s=0.05, loss=0.2, seed=seed)
     text = plain_text(source, SAMPLINGS[1])
     oracle = Oracle((*PROMPT, *text), 0.7, seed)
     tokens, _ = run_virtual(answer(source, oracle, SAMPLINGS[1], nodes=3, shape=shape))
     assert tokens == text
 
 
-FAR = Shape(delay_s=0.1)
+FAR = TrafficShape(delay_s=0.1)
 
 
 @cache
@@ -305,12 +305,14 @@ def test_drafts_are_judged_beside_the_steps_that_run_with_them(
 ) -> None:
     taken, seen = Speculator.after, list[tuple[int, int, int, int]]()
 
-    def after(self: Speculator, tokens: Sequence[int], job: Pick, now: float, **ring: Any) -> Steps:
+    def after(
+        self: Speculator, tokens: Sequence[int], job: SampleTokens, now: float, **ring: Any
+    ) -> Steps:
         seen.append((id(self), 1 + len(job.drafts), ring["sessions"], ring["beside"]))
         return taken(self, tokens, job, now, **ring)
 
     monkeypatch.setattr(Speculator, "after", after)
-    monkeypatch.setattr(WindowChoice, "choose", lambda *_, **__: Window(4))
+    monkeypatch.setattr(WindowChoice, "choose", lambda *_, **__: DraftWindow(4))
 
     async def run() -> tuple[list[tuple[int, int, int, int]], list[tuple[int, int, int, int]]]:
         async with opened(bfloat16, Alternating(), nodes) as ring:

@@ -24,21 +24,21 @@ from meshllm.node.session.generation import (
     Token,
 )
 from meshllm.protocol.drafting.drafter import Drafting
-from meshllm.protocol.drafting.window import DEPTHS, DRAFTS, Window, WindowChoice
+from meshllm.protocol.drafting.window import DEPTHS, DRAFTS, DraftWindow, WindowChoice
 from meshllm.protocol.session.actions import Embed
 from meshllm.protocol.session.messages import Blob
 from meshllm.request import FinishReason, Sampling
 from meshllm.testing.clock import run_virtual
 from meshllm.testing.models import tiny_model
-from meshllm_loopback import LoopbackTransport, Shape
+from meshllm_loopback import LoopbackTransport, TrafficShape
 from tests.builders.oracle import Oracle
 
 PROMPT = (5, 9, 13, 5, 9, 13, 7, 5, 9)
 TOKENS = 80
 GREEDY = Sampling()
 SAMPLED = Sampling(temperature=0.8, seed=3, repetition_penalty=1.1)
-FAR = Shape(delay_s=0.1)
-ROUGH = Shape(delay_s=0.01, jitter_s=0.05, loss=0.2)
+FAR = TrafficShape(delay_s=0.1)
+ROUGH = TrafficShape(delay_s=0.01, jitter_s=0.05, loss=0.2)
 
 
 class Liar:
@@ -83,10 +83,10 @@ def bold(monkeypatch: pytest.MonkeyPatch) -> None:
         depth: int = 1,
         max_drafts: float = inf,
         sessions: int = 1,
-    ) -> Window:
+    ) -> DraftWindow:
         assert sessions >= 1
         windows = [
-            Window(drafts, steps)
+            DraftWindow(drafts, steps)
             for drafts in DRAFTS
             for steps in DEPTHS
             if drafts <= room and steps <= depth and (drafts or steps == 1)
@@ -128,7 +128,7 @@ async def answers(
     *orders: GenerationRequest,
     nodes: int = 3,
     depth: int = 8,
-    shape: Shape = ROUGH,
+    shape: TrafficShape = ROUGH,
     at_once: bool = False,
 ) -> list[tuple[list[int], Ended]]:
     options = RingOptions(
@@ -250,7 +250,7 @@ def test_a_step_at_the_end_of_a_flight_is_embedded_ahead(
 
     monkeypatch.setattr(Generation, "embed", noted)
     monkeypatch.setattr(Generation, "take_ahead", taken)
-    monkeypatch.setattr(WindowChoice, "choose", lambda *_, **__: Window(4, 4))
+    monkeypatch.setattr(WindowChoice, "choose", lambda *_, **__: DraftWindow(4, 4))
 
     drafting = Oracle((*PROMPT, *texts[0]), 1.0)
     run_virtual(answers(source, drafting, ordered(), shape=FAR))
@@ -266,7 +266,7 @@ def depths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def noted(
         self: WindowChoice, confidence: int, room: int, *, depth: int = 1, **limits: Any
-    ) -> Window:
+    ) -> DraftWindow:
         asked.append(depth)
         return choose(self, confidence, room, depth=depth, **limits)
 

@@ -22,7 +22,7 @@ from meshllm.testing.clock import run_virtual
 from meshllm.testing.counting import CountingTransport
 from meshllm.testing.models import tiny_model
 from meshllm.transport.contract import Channel, Transport
-from meshllm_loopback import LoopbackTransport, Shape
+from meshllm_loopback import LoopbackTransport, TrafficShape
 from tests.builders.oracle import Oracle
 
 PROMPT = (5, 9, 13, 5, 9, 13, 7, 5, 9)
@@ -64,7 +64,7 @@ def text(source: Source) -> list[int]:
 
 
 def test_8_bits_give_the_same_text_each_time_on_any_link(source: Source, text: list[int]) -> None:
-    shape = Shape(delay_s=0.01, jitter_s=0.05, loss=0.2, seed=3)
+    shape = TrafficShape(delay_s=0.01, jitter_s=0.05, loss=0.2, seed=3)
 
     assert run_virtual(answer(source, transport=LoopbackTransport(shape))) == text
 
@@ -110,7 +110,7 @@ async def test_a_hop_costs_a_byte_per_value_and_two_per_block(source: Source) ->
 def test_exact_rows_on_a_slow_link_are_the_same_text_in_fewer_bytes(source: Source) -> None:
     answers, weights = [], []
     for mode in (WireMode.EXACT, WireMode.PLAIN):
-        transport = CountingTransport(LoopbackTransport(Shape(bytes_per_s=1000)))
+        transport = CountingTransport(LoopbackTransport(TrafficShape(bytes_per_s=1000)))
         answers.append(run_virtual(answer(source, mode, transport=transport)))
         weights.append(data_of(transport))
 
@@ -127,7 +127,7 @@ def test_packed_rows_give_the_same_text_with_drafts_chunks_and_delays(
     source: Source, chunk: int
 ) -> None:
     text = asyncio.run(answer(source, WireMode.PLAIN, chunk=chunk))
-    link = Shape(delay_s=0.01, jitter_s=0.05, loss=0.2, seed=3, bytes_per_s=20_000)
+    link = TrafficShape(delay_s=0.01, jitter_s=0.05, loss=0.2, seed=3, bytes_per_s=20_000)
     oracle = Oracle((*PROMPT, *text), 0.6)
     asked = answer(
         source, WireMode.EXACT, transport=LoopbackTransport(link), drafting=oracle, chunk=chunk
@@ -137,7 +137,7 @@ def test_packed_rows_give_the_same_text_with_drafts_chunks_and_delays(
 
 
 def test_auto_measures_links_and_changes_no_running_session(source: Source) -> None:
-    transport = CountingTransport(LoopbackTransport(Shape(bytes_per_s=1000)))
+    transport = CountingTransport(LoopbackTransport(TrafficShape(bytes_per_s=1000)))
     options = RingOptions(
         nodes=3, inference=InferenceConfig(threads=1, speculation=False, wire=WireMode.AUTO)
     )
@@ -158,7 +158,7 @@ def test_auto_measures_links_and_changes_no_running_session(source: Source) -> N
 
 def test_a_mixture_in_a_ring_stays_exact(tmp_path: Path) -> None:
     source = tiny_model(tmp_path, "qwen3_moe")
-    transport = CountingTransport(LoopbackTransport(Shape(bytes_per_s=1000)))
+    transport = CountingTransport(LoopbackTransport(TrafficShape(bytes_per_s=1000)))
     options = RingOptions(
         nodes=2, inference=InferenceConfig(threads=1, speculation=False, wire=WireMode.AUTO)
     )

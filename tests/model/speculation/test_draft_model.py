@@ -338,7 +338,7 @@ def test_two_texts_never_share_a_cache(drafting: ModelDrafting) -> None:
     drafting.keep(text)  # as if another session had written the same
     looked(other, 4)
 
-    assert one.hand_over()[1] is not other.hand_over()[1]
+    assert one.release_cache()[1] is not other.release_cache()[1]
 
 
 def test_a_text_that_another_one_equals_goes_on_when_that_ends(drafting: ModelDrafting) -> None:

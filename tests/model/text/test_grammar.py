@@ -47,7 +47,9 @@ def test_only_tokens_that_can_follow_keep_their_logits(text: Text, vocabulary: V
 
     opening = {word for token, word in text.words.items() if first[token] > -inf}
     assert opening == {"{"}
-    allowed = {text.spell(token).decode().strip() for token in range(SIZE) if second[token] > -inf}
+    allowed = {
+        text.token_bytes(token).decode().strip() for token in range(SIZE) if second[token] > -inf
+    }
     assert {"1", "-"} <= allowed
     assert '"' not in allowed
     assert bool((logits == 1).all())

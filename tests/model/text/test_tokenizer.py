@@ -447,11 +447,11 @@ def test_the_bytes_of_tokens_are_those_of_the_text(kind: Callable[[], Any]) -> N
     text = Text(kind(), frozenset())
     words = "a ab é🙂 ."
 
-    spelled = b"".join(map(text.spell, text.encode(words)))
+    spelled = b"".join(map(text.token_bytes, text.encode(words)))
 
     assert spelled.decode().strip() == words
 
 
 def test_control_tokens_are_spelled_as_they_are_written() -> None:
-    assert Text(byte_level(), frozenset()).spell(0) == b"<|end|>"
-    assert Text(byte_level(), frozenset()).spell(10**6) == b""
+    assert Text(byte_level(), frozenset()).token_bytes(0) == b"<|end|>"
+    assert Text(byte_level(), frozenset()).token_bytes(10**6) == b""

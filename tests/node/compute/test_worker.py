@@ -221,15 +221,15 @@ async def test_a_function_over_its_limit_hangs_until_it_ends(clock: Clock) -> No
         assert (worker.hung_s, worker.hangs_in_s) == (0, SHORT_HANG_S)
         clock.now += SHORT_HANG_S
         assert worker.hung_s == SHORT_HANG_S
-        worker.excuse(4.0)
-        worker.excuse(5.0)
+        worker.extend_for_suspension(4.0)
+        worker.extend_for_suspension(5.0)
         assert (worker.hung_s, worker.hangs_in_s) == (0, 9.0)
         clock.now += 9.0
         assert worker.hung_s == SHORT_HANG_S + 9.0
         go_on.set()
         await asyncio.wrap_future(future)
         assert (worker.hung_s, worker.hangs_in_s) == (0, None)
-        worker.excuse(5.0)
+        worker.extend_for_suspension(5.0)
 
 
 def planned() -> HangLimits:
@@ -338,7 +338,7 @@ async def test_a_job_in_which_this_process_was_stopped_raises_no_limits(
 
 async def test_a_time_is_excused_only_for_what_ran_in_it(clock: Clock) -> None:
     def take(seconds: float) -> float:
-        worker.excuse(1.0)
+        worker.extend_for_suspension(1.0)
         clock.now += seconds
         return worker.hung_s
 

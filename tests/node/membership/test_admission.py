@@ -24,7 +24,7 @@ from meshllm.protocol.trust.credential import (
     Removal,
     Role,
     check,
-    found,
+    founder_credential,
     issue,
     remove,
 )
@@ -43,7 +43,7 @@ class House:
 
     def __init__(self, folder: Path) -> None:
         self.store = StateStore.open(folder)
-        self.credential = self.store.found()
+        self.credential = self.store.create_mesh()
         self.removals: dict[NodeId, Removal] = {}
         self.gate = MemberAdmission(self.store, self.credential, self.removals)
 
@@ -73,7 +73,7 @@ def test_a_member_is_admitted_by_its_own_credential(house: House) -> None:
 
 def test_a_member_of_another_mesh_is_rejected(house: House) -> None:
     with pytest.raises(NotAuthorised, match="another mesh"):
-        house.authorize(found(GUEST, bytes(16)))
+        house.authorize(founder_credential(GUEST, bytes(16)))
 
 
 def test_a_credential_of_another_node_is_rejected(house: House) -> None:

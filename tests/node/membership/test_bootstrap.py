@@ -21,7 +21,7 @@ from meshllm.node.options import NodeOptions
 from meshllm.protocol.trust.credential import Credential, Role, check, remove
 from meshllm.protocol.trust.ticket import parse_ticket
 from meshllm.testing.clock import run_virtual
-from meshllm_loopback import LoopbackTransport, Shape
+from meshllm_loopback import LoopbackTransport, TrafficShape
 from tests.builders.mesh_members import House, Town, town
 
 Story = Callable[[Town], Coroutine[Any, Any, None]]
@@ -31,7 +31,7 @@ Run = Callable[[Story], None]
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     async def main(story: Story) -> None:
-        async with town(tmp_path, LoopbackTransport(Shape(delay_s=0.01))) as made:
+        async with town(tmp_path, LoopbackTransport(TrafficShape(delay_s=0.01))) as made:
             await story(made)
         assert asyncio.all_tasks() == {asyncio.current_task()}
 

@@ -77,7 +77,7 @@ def test_of_too_many_addresses_those_of_met_nodes_are_kept(store: StateStore) ->
 def test_records_of_another_version_are_named_with_their_file(
     store: StateStore, data: bytes
 ) -> None:
-    credential = store.found()
+    credential = store.create_mesh()
     store.save("records", data)
     machine = Mesh(store.key, credential, 1, now=0.0, wall_s=0.0)
 

@@ -19,7 +19,7 @@ from meshllm.errors import NotAuthorised, UserError
 from meshllm.names import NodeId
 from meshllm.node.membership import state_store as module
 from meshllm.node.membership.state_store import Invitation, StateStore
-from meshllm.protocol.trust.credential import NO_LIMITS, ClientLimits, Role, found
+from meshllm.protocol.trust.credential import NO_LIMITS, ClientLimits, Role, founder_credential
 from meshllm.protocol.trust.ticket import MAX_ADDRESSES
 from tests.builders.handshakes import FOUNDED, GUEST, HOST, OTHER
 
@@ -43,7 +43,7 @@ def test_all_files_are_private(tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "state"
     folder.mkdir(parents=True, mode=0o777)
     store = StateStore.open(folder)
-    store.found()
+    store.create_mesh()
     with store.locked():
         modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
 
@@ -185,7 +185,7 @@ def test_a_folder_of_another_user_is_refused(
 
 @pytest.mark.parametrize("name", ["lock", "mesh.lock", "mesh.json", "node.key"])
 def test_a_planted_link_is_not_followed(store: StateStore, tmp_path: Path, name: str) -> None:
-    store.found()
+    store.create_mesh()
     precious = tmp_path / "precious"
     precious.write_text("text")
     (store.folder / name).unlink(missing_ok=True)
@@ -237,7 +237,7 @@ def test_a_file_system_needs_no_locks(monkeypatch: pytest.MonkeyPatch, store: St
     monkeypatch.setattr(fcntl, "flock", refuse)
 
     with store.locked():
-        founded = store.found()
+        founded = store.create_mesh()
 
     assert again(store).credential == founded
 
@@ -245,7 +245,7 @@ def test_a_file_system_needs_no_locks(monkeypatch: pytest.MonkeyPatch, store: St
 def test_threads_lose_no_ticket_without_locks(
     monkeypatch: pytest.MonkeyPatch, store: StateStore
 ) -> None:
-    store.found()
+    store.create_mesh()
     monkeypatch.setattr(fcntl, "flock", lambda *_: None)
 
     with ThreadPoolExecutor(8) as threads:
@@ -262,7 +262,7 @@ def test_a_new_folder_has_no_mesh(store: StateStore) -> None:
 
 
 def test_a_founded_mesh_is_saved(store: StateStore) -> None:
-    founded = store.found()
+    founded = store.create_mesh()
 
     assert again(store).credential == founded
     assert again(store).mesh == founded.mesh
@@ -276,7 +276,7 @@ def test_concurrent_starts_are_all_counted(store: StateStore) -> None:
 
 def test_another_mesh_drops_the_data_of_the_last(store: StateStore) -> None:
     store.next_incarnation()
-    store.found()
+    store.create_mesh()
     store.save("records", b"x")
     store.peers = {SOMEBODY: ["loopback:a"]}
     store.invite([], Role.NODE, lasts_s=None, uses=None)
@@ -318,7 +318,7 @@ def test_unchanged_data_is_not_written(store: StateStore, monkeypatch: pytest.Mo
 
 
 def test_writes_of_another_process_are_kept(store: StateStore) -> None:
-    store.found()
+    store.create_mesh()
     other = again(store)
     store.invite([], Role.NODE, lasts_s=None, uses=1)
     (invitation,) = store.invitations()
@@ -334,14 +334,14 @@ def test_writes_of_another_process_are_kept(store: StateStore) -> None:
 def test_a_crash_while_writing_leaves_the_old_file(
     store: StateStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    founded = store.found()
+    founded = store.create_mesh()
 
     def crash(_: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", crash)
     with pytest.raises(UserError, match="No space left") as caught:
-        store.join(found(HOST, bytes(16)))
+        store.join(founder_credential(HOST, bytes(16)))
 
     assert again(store).credential == founded
     assert str(caught.value.hint).startswith("free space on its disk")
@@ -354,7 +354,7 @@ def test_only_a_member_can_invite(store: StateStore) -> None:
 
 
 def test_a_ticket_matches_the_saved_invitation(store: StateStore) -> None:
-    store.found()
+    store.create_mesh()
 
     ticket = store.invite(["loopback:a"], Role.CLIENT, lasts_s=60, uses=2)
 
@@ -366,7 +366,7 @@ def test_a_ticket_matches_the_saved_invitation(store: StateStore) -> None:
 
 
 def test_an_invitation_keeps_the_limits_of_its_clients(store: StateStore) -> None:
-    store.found()
+    store.create_mesh()
     limits = ClientLimits(1, 5000)
     store.invite([], Role.CLIENT, lasts_s=60, uses=2, limits=limits)
     store.invite([], Role.CLIENT, lasts_s=60, uses=2)
@@ -376,7 +376,7 @@ def test_an_invitation_keeps_the_limits_of_its_clients(store: StateStore) -> Non
 
 @pytest.mark.parametrize("limits", [[1], [1, 2, 3], [None, 1], [1.5, 1], "12"])
 def test_invalid_limits_of_an_invitation_are_refused(store: StateStore, limits: object) -> None:
-    store.found()
+    store.create_mesh()
     store.invite([], Role.CLIENT, lasts_s=60, uses=2)
     path = store.folder / "mesh.json"
     content = json.loads(path.read_text())
@@ -388,7 +388,7 @@ def test_invalid_limits_of_an_invitation_are_refused(store: StateStore, limits: 
 
 
 def test_an_invitation_of_an_earlier_version_has_no_limits(store: StateStore) -> None:
-    store.found()
+    store.create_mesh()
     store.invite([], Role.CLIENT, lasts_s=60, uses=2)
     path = store.folder / "mesh.json"
     content = json.loads(path.read_text())
@@ -399,7 +399,7 @@ def test_an_invitation_of_an_earlier_version_has_no_limits(store: StateStore) ->
 
 
 def test_a_ticket_has_a_limited_number_of_addresses(store: StateStore) -> None:
-    store.found()
+    store.create_mesh()
 
     ticket = store.invite([f"loopback:{n}" for n in range(99)], Role.NODE, lasts_s=1, uses=1)
 
@@ -407,7 +407,7 @@ def test_a_ticket_has_a_limited_number_of_addresses(store: StateStore) -> None:
 
 
 def test_closed_invitations_are_dropped(store: StateStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    store.found()
+    store.create_mesh()
     monkeypatch.setattr(module, "MAX_INVITATIONS", 3)
     store.invite([], Role.NODE, lasts_s=99, uses=0)
     tickets = [store.invite([], Role.NODE, lasts_s=99, uses=None) for _ in range(4)]
@@ -420,7 +420,7 @@ def test_closed_invitations_are_dropped(store: StateStore, monkeypatch: pytest.M
 def test_a_ticket_that_has_expired_is_dropped_before_an_older_one(
     store: StateStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store.found()
+    store.create_mesh()
     monkeypatch.setattr(module, "MAX_INVITATIONS", 3)
     lasts_s = [99, -5, 99, 99]
     tickets = [store.invite([], Role.NODE, lasts_s=each, uses=None) for each in lasts_s]
@@ -433,7 +433,7 @@ def test_a_ticket_that_has_expired_is_dropped_before_an_older_one(
 def test_the_guest_of_a_full_ticket_may_retry_after_another_ticket_was_made(
     store: StateStore,
 ) -> None:
-    store.found()
+    store.create_mesh()
     store.invite([], Role.NODE, lasts_s=99, uses=1)
     store.use(store.invitations()[0], GUEST.node)
 
@@ -447,7 +447,7 @@ def test_the_guest_of_a_full_ticket_may_retry_after_another_ticket_was_made(
 def test_a_full_ticket_is_dropped_before_an_open_one_but_after_one_that_has_expired(
     store: StateStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store.found()
+    store.create_mesh()
     monkeypatch.setattr(module, "MAX_INVITATIONS", 4)
     wishes = [(99, None), (99, 0), (-5, None), (99, 0), (99, None), (99, None)]
     tickets = [store.invite([], Role.NODE, lasts_s=each, uses=uses) for each, uses in wishes]
@@ -460,7 +460,7 @@ def test_a_full_ticket_is_dropped_before_an_open_one_but_after_one_that_has_expi
 def test_a_clock_that_was_ahead_for_a_while_closes_no_ticket(
     store: StateStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store.found()
+    store.create_mesh()
     now = time.time()
     ticket = store.invite([], Role.NODE, lasts_s=99, uses=1)
     with monkeypatch.context() as ahead:
@@ -496,7 +496,7 @@ def test_an_invitation_closes(fields: dict[str, Any], guest: NodeId | None, is_o
 
 
 def test_a_guest_counts_once(store: StateStore) -> None:
-    store.found()
+    store.create_mesh()
     store.invite([], Role.NODE, lasts_s=None, uses=2)
     store.invite([], Role.NODE, lasts_s=None, uses=None)
 
@@ -509,7 +509,7 @@ def test_a_guest_counts_once(store: StateStore) -> None:
 
 
 def test_a_file_deleted_while_the_node_runs_is_restored(store: StateStore) -> None:
-    credential = store.found()
+    credential = store.create_mesh()
     ticket = store.invite([], Role.NODE, lasts_s=None, uses=1)
     (store.folder / "mesh.json").unlink()
 
@@ -525,7 +525,7 @@ def test_a_file_deleted_while_the_node_runs_is_restored(store: StateStore) -> No
 def test_a_file_damaged_while_the_node_runs_is_reported_once(
     store: StateStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store.found()
+    store.create_mesh()
     store.invite([], Role.NODE, lasts_s=None, uses=1)
     before = store.invitations()
 
@@ -540,7 +540,7 @@ def test_a_file_damaged_while_the_node_runs_is_reported_once(
 def test_a_write_while_the_file_is_read_is_not_forgotten(
     store: StateStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store.found()
+    store.create_mesh()
     again(store).save("records", b"x")
     read = module._read
 

@@ -30,7 +30,14 @@ from meshllm.node.net.beacon import (
     ReadLimit,
     open_beacon,
 )
-from meshllm.protocol.trust.credential import Credential, Removals, Role, found, issue, remove
+from meshllm.protocol.trust.credential import (
+    Credential,
+    Removals,
+    Role,
+    founder_credential,
+    issue,
+    remove,
+)
 from meshllm.protocol.trust.identity import NodeKey
 from meshllm.testing.clock import run_virtual
 from tests.builders.waiting import until
@@ -417,7 +424,7 @@ async def test_interfaces_without_multicast_are_left_out(monkeypatch: pytest.Mon
 
 
 A, B, C, D = (NodeKey(bytes([number]) * 32) for number in range(1, 5))
-FOUNDED = found(A, bytes(16))
+FOUNDED = founder_credential(A, bytes(16))
 OF_B, OF_C = (issue(A, FOUNDED, each.node, Role.NODE) for each in (B, C))
 CLIENT = issue(A, FOUNDED, D.node, Role.CLIENT)
 GONE = {C.node: remove(A, FOUNDED.mesh, C.node, 1)}
@@ -552,7 +559,7 @@ def test_a_member_that_is_a_point_of_small_order_does_no_harm() -> None:
 
 
 def test_only_members_are_heard() -> None:
-    stranger = issue(D, found(D, bytes(16)), D.node, Role.NODE)
+    stranger = issue(D, founder_credential(D, bytes(16)), D.node, Role.NODE)
     odd = MemberBeacons(D, replace(stranger, mesh=FOUNDED.mesh), lambda: [B.node], {})
     for code in (odd, beacons(D, OF_B, B)):
         (data,) = code.seal(AT, None)

@@ -20,7 +20,7 @@ from meshllm.protocol.trust.handshake import LocalIdentity, Purpose
 from meshllm.protocol.trust.ticket import TicketProof
 from meshllm.testing.clock import run_virtual
 from meshllm.transport.contract import Link, Listener
-from meshllm_loopback import LoopbackTransport, Shape
+from meshllm_loopback import LoopbackTransport, TrafficShape
 from tests.builders.handshakes import AS_HOST, AS_MEMBER, GUEST, HOST, NOBODY, OTHER
 
 
@@ -51,7 +51,7 @@ class Net:
     schemes: ClassVar[tuple[str, ...]] = ("loopback",)
 
     def __init__(self) -> None:
-        self.loopback = LoopbackTransport(Shape(delay_s=0.01))
+        self.loopback = LoopbackTransport(TrafficShape(delay_s=0.01))
         self.dialled: list[tuple[float, str]] = []
         self.links: list[Link] = []
         self.accepted: list[SecureLink] = []

@@ -30,7 +30,7 @@ from meshllm.protocol.trust.handshake import Purpose
 from meshllm.testing.clock import run_virtual
 from meshllm.transport.contract import Channel, Link
 from meshllm.transport.half_open import Limits
-from meshllm_loopback import LoopbackTransport, Shape
+from meshllm_loopback import LoopbackTransport, TrafficShape
 from meshllm_loopback.transport import _LoopbackListener as LoopbackListener
 from meshllm_quic.link import admission as quic
 from meshllm_websocket import listener as websocket
@@ -45,7 +45,7 @@ def run(tmp_path: Path) -> Callable[[Story], None]:
     """Run a story in a town with a slow network; check that no task is left."""
 
     async def main(story: Story) -> None:
-        async with town(tmp_path, LoopbackTransport(Shape(delay_s=0.01))) as made:
+        async with town(tmp_path, LoopbackTransport(TrafficShape(delay_s=0.01))) as made:
             await story(made)
         await asyncio.sleep(2)
         assert asyncio.all_tasks() == {asyncio.current_task()}

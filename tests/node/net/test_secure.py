@@ -37,7 +37,7 @@ from meshllm.transport.contract import (
     Link,
     LinkStatistics,
 )
-from meshllm_loopback import LoopbackTransport, Shape
+from meshllm_loopback import LoopbackTransport, TrafficShape
 from tests.builders.handshakes import (
     AS_HOST,
     AS_JOINER,
@@ -115,7 +115,7 @@ class Wire:
         return self._link.statistics
 
 
-async def plain(shape: Shape | None = None) -> tuple[Wire, Wire]:
+async def plain(shape: TrafficShape | None = None) -> tuple[Wire, Wire]:
     """Link two ends; the first dials."""
     transport = LoopbackTransport(shape)
     async with transport.listen("loopback:b") as listener:
@@ -134,7 +134,7 @@ def accept(link: Link, own: LocalIdentity = AS_HOST) -> Awaitable[SecureLink]:
 
 
 async def secured(
-    shape: Shape | None = None, own: LocalIdentity = AS_MEMBER
+    shape: TrafficShape | None = None, own: LocalIdentity = AS_MEMBER
 ) -> tuple[SecureLink, SecureLink]:
     one, other = await plain(shape)
     dialled, accepted = await asyncio.gather(dial(one, own), accept(other))
@@ -181,7 +181,7 @@ async def test_a_secure_link_keeps_the_promise(promise: Promise, dialer_first: b
 @pytest.mark.parametrize("promise", links.PROMISES, ids=lambda promise: promise.__name__)
 def test_a_slow_secure_link_keeps_the_promise(promise: Promise) -> None:
     async def main() -> None:
-        shape = Shape(delay_s=0.05, jitter_s=0.2, bytes_per_s=12.5e6, loss=0.2, seed=1)
+        shape = TrafficShape(delay_s=0.05, jitter_s=0.2, bytes_per_s=12.5e6, loss=0.2, seed=1)
         one, other = await secured(shape)
         await promise(one, other, Terms(longest_bytes=2**20, settle_s=100))
 

@@ -32,7 +32,7 @@ from meshllm.protocol.session.messages import (
 )
 from meshllm.testing.clock import InlineExecutor, run_virtual
 from meshllm.transport.contract import Channel, Link
-from meshllm_loopback import LoopbackTransport, Shape
+from meshllm_loopback import LoopbackTransport, TrafficShape
 
 ONE, OTHER = SessionId(b"1" * 16), SessionId(b"2" * 16)
 OFFER = KvOffer(NodeId(bytes(32)), 2, Digest(bytes(32)))
@@ -95,7 +95,7 @@ async def linked(
     theirs: Callable[[Link], Awaitable[object]], ours: Callable[[Link], Awaitable[object]]
 ) -> object:
     """Run both ends of a link; return what ours returns."""
-    transport = LoopbackTransport(Shape(delay_s=0.01))
+    transport = LoopbackTransport(TrafficShape(delay_s=0.01))
     async with transport.listen("loopback:x") as listener:
         link = await transport.dial("loopback:x")
         other = await anext(aiter(listener.links()))

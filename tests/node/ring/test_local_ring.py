@@ -26,7 +26,7 @@ from meshllm.protocol.planning.plan import Ends
 from meshllm.request import FinishReason, Prefilled, Sampling
 from meshllm.testing.clock import run_virtual
 from meshllm.testing.models import tiny_model
-from meshllm_loopback import LoopbackTransport, Shape
+from meshllm_loopback import LoopbackTransport, TrafficShape
 from tests.builders.tampering import Tampering
 from tests.builders.waiting import at_rest
 
@@ -255,7 +255,7 @@ async def test_figures_cover_every_hop(llama: Path) -> None:
 
 def test_a_token_takes_one_link_delay_per_hop_and_nothing_else(llama: Path) -> None:
     async def times() -> list[float]:
-        transport = LoopbackTransport(Shape(delay_s=0.050))
+        transport = LoopbackTransport(TrafficShape(delay_s=0.050))
         async with open_local_ring(resolve(str(llama)), PLAIN, transport) as ring:
             clock = asyncio.get_running_loop().time
             return [clock() async for o in ring.entry.generate(order()) if isinstance(o, Token)]
@@ -269,7 +269,7 @@ def test_a_token_takes_one_link_delay_per_hop_and_nothing_else(llama: Path) -> N
 @pytest.mark.parametrize("seed", range(8))
 def test_jitter_and_loss_change_no_token(llama: Path, reference: list[int], seed: int) -> None:
     async def tokens() -> list[int]:
-        shape = Shape(delay_s=0.01, jitter_s=0.05, loss=0.2, seed=seed)
+        shape = TrafficShape(delay_s=0.01, jitter_s=0.05, loss=0.2, seed=seed)
         options = RingOptions(nodes=3, inference=InferenceConfig(threads=1, chunk=4))
         async with open_local_ring(resolve(str(llama)), options, LoopbackTransport(shape)) as ring:
             return await answer(ring, order())
@@ -279,7 +279,7 @@ def test_jitter_and_loss_change_no_token(llama: Path, reference: list[int], seed
 
 def test_chunks_fill_the_ring_without_waiting(llama: Path) -> None:
     async def first_token(chunk: int) -> float:
-        transport = LoopbackTransport(Shape(delay_s=0.050))
+        transport = LoopbackTransport(TrafficShape(delay_s=0.050))
         options = RingOptions(nodes=3, inference=InferenceConfig(chunk=chunk))
         async with open_local_ring(resolve(str(llama)), options, transport) as ring:
             begin = asyncio.get_running_loop().time()

@@ -15,12 +15,12 @@ from meshllm.node.session.continued_cache import CacheMiss
 from meshllm.node.session.generation import EntryRunners, Generation
 from meshllm.node.session.sample_batch import SampleJob, compute_own_logits, sample_batch
 from meshllm.node.session.split_head import HeadParts, LogitsRequest
-from meshllm.protocol.session.actions import Embed, Pick
+from meshllm.protocol.session.actions import Embed, SampleTokens
 from meshllm.protocol.session.blob import session_key
 from tests.builders.session import CountedCache, CountingLayers
 
 KEY = session_key(SessionId(bytes(16)))
-PICK = Pick(0, 1, None, (), 10)
+PICK = SampleTokens(0, 1, None, (), 10)
 NEXT = Embed(0, 1, (7,))
 
 
@@ -55,12 +55,12 @@ class FakeGeneration:
         if name in self.errors:
             raise self.errors[name]
 
-    def open(self, _job: Pick, _watch: Stopwatch) -> Tensor:
+    def open(self, _job: SampleTokens, _watch: Stopwatch) -> Tensor:
         self._maybe_fail("open")
         self.opened += 1
         return torch.full((1, self.rows, 1), self.row)
 
-    def pick(self, _job: Pick, logits: Tensor, _watch: Stopwatch) -> list[float]:
+    def pick(self, _job: SampleTokens, logits: Tensor, _watch: Stopwatch) -> list[float]:
         self._maybe_fail("pick")
         return [float(value) for value in logits.flatten()]
 
@@ -90,9 +90,9 @@ def test_one_pass_samples_all_sessions_and_another_begins_their_next_steps() -> 
         job(FakeGeneration(2.0, rows=2, cache=CountedCache(5))),
     ]
 
-    picked, steps = sample_batch(ends, None, jobs)
+    sampled, steps = sample_batch(ends, None, jobs)
 
-    assert picked == [[11.0], [12.0, 12.0]]
+    assert sampled == [[11.0], [12.0, 12.0]]
     assert steps == [(NEXT, 14.0), (NEXT, 14.0)]
     assert head.passes == [2]
     assert front.passes == [("step", [1, 5])]
@@ -122,9 +122,11 @@ def test_an_error_before_the_tokens_ends_one_session_only(place: str) -> None:
     error = ModelError("no row")
     bad = FakeGeneration(cache=CountedCache(3), errors={place: error})
 
-    picked, steps = sample_batch(ends, None, [job(bad), job(FakeGeneration(cache=CountedCache(4)))])
+    sampled, steps = sample_batch(
+        ends, None, [job(bad), job(FakeGeneration(cache=CountedCache(4)))]
+    )
 
-    assert picked == [error, [10.0]]
+    assert sampled == [error, [10.0]]
     assert steps == [None, (NEXT, 14.0)]
     assert front.passes == [("step", [4])]
 
@@ -135,18 +137,20 @@ def test_an_error_in_the_next_step_spares_the_tokens_and_the_others(place: str) 
     error = ModelError("no cache")
     bad = FakeGeneration(cache=CountedCache(3), errors={place: error})
 
-    picked, steps = sample_batch(ends, None, [job(bad), job(FakeGeneration(cache=CountedCache(4)))])
+    sampled, steps = sample_batch(
+        ends, None, [job(bad), job(FakeGeneration(cache=CountedCache(4)))]
+    )
 
-    assert picked == [[10.0], [10.0]]
+    assert sampled == [[10.0], [10.0]]
     assert steps == [error, (NEXT, 14.0)]
 
 
 def test_without_a_valid_row_the_head_does_not_run() -> None:
     ends, _ = ends_of(head := Head())
 
-    picked, steps = sample_batch(ends, None, [job(FakeGeneration(errors={"open": KeyError("x")}))])
+    sampled, steps = sample_batch(ends, None, [job(FakeGeneration(errors={"open": KeyError("x")}))])
 
-    assert isinstance(picked[0], KeyError)
+    assert isinstance(sampled[0], KeyError)
     assert steps == [None]
     assert head.passes == []
 
@@ -166,9 +170,9 @@ def test_the_entry_computes_its_part_while_it_waits_for_the_other() -> None:
 
     compute_own_logits(parts, sample)
     before = len(ours.passes)
-    picked, _ = sample_batch(ends, parts, [sample])
+    sampled, _ = sample_batch(ends, parts, [sample])
 
-    assert picked == [[101.0, 11.0]]
+    assert sampled == [[101.0, 11.0]]
     assert (before, len(ours.passes), whole.passes) == (1, 1, [])
     assert generation.opened == 1
 
@@ -190,9 +194,9 @@ def test_several_rows_use_no_logits_of_the_last_rank(rows: int, others: int) -> 
     parts = HeadParts(cast("Runner", theirs), cast("Runner", ours), lambda: 1.0)
     sample = split_job(parts, FakeGeneration(1.0, rows=rows))
 
-    picked, _ = sample_batch(ends, parts, [sample, *(job(FakeGeneration(2.0)),) * others])
+    sampled, _ = sample_batch(ends, parts, [sample, *(job(FakeGeneration(2.0)),) * others])
 
-    assert picked[0] == [11.0] * rows
+    assert sampled[0] == [11.0] * rows
     assert (theirs.passes, ours.passes, whole.passes) == ([], [], [1 + others])
 
 

@@ -396,7 +396,7 @@ async def test_reasoning_is_closed_in_time(
     text = await ring.model.text()
     role = text.tail(text.encode_chat(ASKED.turns)).split()[-1]
     token = max(text.words)
-    word = text.spell(token).decode()
+    word = text.token_bytes(token).decode()
     style = replace(text.style, reasoning=ReasoningFormat(role, word))
     monkeypatch.setattr(text, "style", style)
     monkeypatch.setattr(text, "markers", {role: 0, word: token})

@@ -8,7 +8,7 @@ import pytest
 
 from meshllm.model.files.source import Source, open_folder
 from meshllm.testing.clock import run_virtual
-from meshllm_loopback import LoopbackTransport, Shape
+from meshllm_loopback import LoopbackTransport, TrafficShape
 from tests.builders.mesh_members import town
 from tests.builders.weight_nodes import Nodes, Story
 
@@ -23,7 +23,7 @@ def run(tmp_path: Path) -> Callable[[Story], None]:
     """Run a story in a town with a slow network; check that no task is left."""
 
     async def main(story: Story) -> None:
-        async with town(tmp_path / "town", LoopbackTransport(Shape(delay_s=0.01))) as made:
+        async with town(tmp_path / "town", LoopbackTransport(TrafficShape(delay_s=0.01))) as made:
             await story(made)
         await asyncio.sleep(2)
         assert asyncio.all_tasks() == {asyncio.current_task()}

@@ -11,7 +11,7 @@ from meshllm.errors import LinkLost
 from meshllm.testing.clock import run_virtual
 from meshllm.transport.contract import Channel
 from meshllm_loopback.pipe import QUEUE_BYTES, QUEUE_MESSAGES, Pipe
-from meshllm_loopback.shaper import Shape, Shaper
+from meshllm_loopback.shaper import Shaper, TrafficShape
 
 CONTROL, DATA = Channel
 
@@ -215,10 +215,10 @@ class Traffic:
             st.sampled_from([2, QUEUE_BYTES // 2, QUEUE_BYTES, QUEUE_BYTES + 1]),
         )
     ),
-    shape=st.none() | st.just(Shape(delay_s=0.1, jitter_s=0.5, bytes_per_s=1e8, loss=0.3)),
+    shape=st.none() | st.just(TrafficShape(delay_s=0.1, jitter_s=0.5, bytes_per_s=1e8, loss=0.3)),
 )
 def test_cancellation_never_loses_duplicates_or_reorders_messages(
-    moves: list[tuple[str, Channel, int]], shape: Shape | None
+    moves: list[tuple[str, Channel, int]], shape: TrafficShape | None
 ) -> None:
     async def main() -> Traffic:
         traffic = Traffic(Pipe("loopback:b", Shaper(shape, "a>b") if shape else None))

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from meshllm.errors import UserError
 from meshllm.transport.contract import Channel
-from meshllm_loopback.shaper import Shape, Shaper
+from meshllm_loopback.shaper import Shaper, TrafficShape
 
 CONTROL, DATA = Channel
 
 slow = st.builds(
-    Shape,
+    TrafficShape,
     delay_s=st.floats(0, 1),
     jitter_s=st.floats(0, 1),
     bytes_per_s=st.floats(1e3, 1e9) | st.just(inf),
@@ -26,7 +26,7 @@ traffic = st.lists(
 
 
 def arrivals(
-    shape: Shape, link: str, messages: list[tuple[Channel, int, float]]
+    shape: TrafficShape, link: str, messages: list[tuple[Channel, int, float]]
 ) -> list[tuple[Channel, float]]:
     shaper, now, found = Shaper(shape, link), 0.0, []
     for channel, size, pause in messages:
@@ -38,7 +38,7 @@ def arrivals(
 @pytest.mark.property
 @given(slow, traffic)
 def test_a_channel_is_in_order_and_never_early(
-    shape: Shape, messages: list[tuple[Channel, int, float]]
+    shape: TrafficShape, messages: list[tuple[Channel, int, float]]
 ) -> None:
     found = arrivals(shape, "a>b", messages)
 
@@ -54,19 +54,19 @@ def test_a_channel_is_in_order_and_never_early(
 @pytest.mark.property
 @given(slow, traffic)
 def test_the_same_seed_gives_the_same_times(
-    shape: Shape, messages: list[tuple[Channel, int, float]]
+    shape: TrafficShape, messages: list[tuple[Channel, int, float]]
 ) -> None:
     assert arrivals(shape, "a>b", messages) == arrivals(shape, "a>b", messages)
 
 
 def test_links_and_seeds_draw_independently() -> None:
     messages = [(DATA, 100, 1.0)] * 10
-    shape = Shape(jitter_s=0.5)
+    shape = TrafficShape(jitter_s=0.5)
 
     found = [
         arrivals(shape, "a>b", messages),
         arrivals(shape, "b>c", messages),
-        arrivals(Shape(jitter_s=0.5, seed=1), "a>b", messages),
+        arrivals(TrafficShape(jitter_s=0.5, seed=1), "a>b", messages),
     ]
 
     assert found[0] != found[1]
@@ -74,7 +74,7 @@ def test_links_and_seeds_draw_independently() -> None:
 
 
 def test_messages_on_the_other_channel_change_no_draw() -> None:
-    shape = Shape(jitter_s=0.5, loss=0.3)
+    shape = TrafficShape(jitter_s=0.5, loss=0.3)
     data = [(DATA, 0, 1.0)] * 10
     mixed = [message for each in data for message in (each, (CONTROL, 0, 0.0))]
 
@@ -84,7 +84,7 @@ def test_messages_on_the_other_channel_change_no_draw() -> None:
 
 
 def test_messages_are_transmitted_one_after_the_other() -> None:
-    shaper = Shaper(Shape(delay_s=0.25, bytes_per_s=1000), "a>b")
+    shaper = Shaper(TrafficShape(delay_s=0.25, bytes_per_s=1000), "a>b")
 
     assert shaper.arrival(DATA, 500, now=0.0) == 0.75
     assert shaper.arrival(DATA, 500, now=0.0) == 1.25
@@ -92,7 +92,7 @@ def test_messages_are_transmitted_one_after_the_other() -> None:
 
 
 def test_control_does_not_wait_for_data_and_data_waits_for_control() -> None:
-    shaper = Shaper(Shape(bytes_per_s=1000), "a>b")
+    shaper = Shaper(TrafficShape(bytes_per_s=1000), "a>b")
     shaper.arrival(DATA, 1000, now=0.0)
 
     assert shaper.arrival(CONTROL, 500, now=0.0) == 0.5
@@ -100,7 +100,7 @@ def test_control_does_not_wait_for_data_and_data_waits_for_control() -> None:
 
 
 def test_a_loss_costs_a_round_trip_and_blocks_later_messages() -> None:
-    shape = Shape(delay_s=0.25, loss=0.5)
+    shape = TrafficShape(delay_s=0.25, loss=0.5)
 
     times = [time for _, time in arrivals(shape, "a>b", [(DATA, 0, 0.0)] * 20)]
 
@@ -110,7 +110,7 @@ def test_a_loss_costs_a_round_trip_and_blocks_later_messages() -> None:
 
 
 def test_loss_has_the_configured_probability() -> None:
-    shaper = Shaper(Shape(delay_s=0.5, loss=0.2), "a>b")
+    shaper = Shaper(TrafficShape(delay_s=0.5, loss=0.2), "a>b")
 
     late = sum(shaper.arrival(DATA, 0, now) > now + 0.5 for now in range(0, 100_000, 100))
 
@@ -129,4 +129,4 @@ def test_loss_has_the_configured_probability() -> None:
 )
 def test_invalid_shapes_are_rejected(shape: dict[str, float], complaint: str) -> None:
     with pytest.raises(UserError, match=complaint):
-        Shape(**shape)  # type: ignore[arg-type]  # seed is the one int, and not given here
+        TrafficShape(**shape)  # type: ignore[arg-type]  # seed is the one int, and not given here

@@ -9,7 +9,7 @@ from meshllm.errors import LinkLost, UserError
 from meshllm.testing.clock import VirtualLoop, run_virtual
 from meshllm.testing.transports import Terms, check_transport
 from meshllm.transport.contract import Channel, Link
-from meshllm_loopback import LoopbackTransport, Shape
+from meshllm_loopback import LoopbackTransport, TrafficShape
 
 CONTROL, DATA = Channel
 
@@ -32,12 +32,12 @@ async def test_loopback_implements_the_contract() -> None:
 @pytest.mark.parametrize(
     "shape",
     [
-        Shape(delay_s=0.05),
-        Shape(delay_s=0.05, jitter_s=0.2, bytes_per_s=12.5e6, loss=0.2, seed=1),
-        Shape(bytes_per_s=1e9, loss=0.5, seed=2),
+        TrafficShape(delay_s=0.05),
+        TrafficShape(delay_s=0.05, jitter_s=0.2, bytes_per_s=12.5e6, loss=0.2, seed=1),
+        TrafficShape(bytes_per_s=1e9, loss=0.5, seed=2),
     ],
 )
-def test_a_shaped_link_implements_the_contract(shape: Shape) -> None:
+def test_a_shaped_link_implements_the_contract(shape: TrafficShape) -> None:
     terms = Terms(settle_s=100, deadline_s=100_000)
 
     run_virtual(check_transport(lambda: LoopbackTransport(shape), terms))
@@ -118,7 +118,7 @@ async def test_an_address_is_reusable_after_its_listener_closes() -> None:
 
 def test_arrival_times_follow_the_shape() -> None:
     async def main() -> list[tuple[Channel, float]]:
-        one, other = await meet(LoopbackTransport(Shape(delay_s=0.25, bytes_per_s=1000)))
+        one, other = await meet(LoopbackTransport(TrafficShape(delay_s=0.25, bytes_per_s=1000)))
         assert now() == 0.5  # dialling takes a round trip
         await one.send([bytes(1000)])
         await one.send([bytes(500)])
@@ -130,7 +130,7 @@ def test_arrival_times_follow_the_shape() -> None:
 
 def test_close_arrives_after_all_sent_messages() -> None:
     async def main() -> None:
-        one, other = await meet(LoopbackTransport(Shape(delay_s=0.25, bytes_per_s=1000)))
+        one, other = await meet(LoopbackTransport(TrafficShape(delay_s=0.25, bytes_per_s=1000)))
         await one.send([bytes(1000)])
         await one.close()
         await other.send([b"this side does not know yet"])
@@ -147,7 +147,7 @@ def test_close_arrives_after_all_sent_messages() -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_close_arrives_after_retransmitted_messages(seed: int) -> None:
     async def main() -> None:
-        one, other = await meet(LoopbackTransport(Shape(delay_s=0.25, loss=0.7, seed=seed)))
+        one, other = await meet(LoopbackTransport(TrafficShape(delay_s=0.25, loss=0.7, seed=seed)))
         await one.send([b"late"], CONTROL)
         await one.close()
         assert await other.receive() == (CONTROL, b"late")
@@ -157,7 +157,7 @@ def test_close_arrives_after_retransmitted_messages(seed: int) -> None:
 
 def test_messages_in_flight_are_dropped_when_the_reader_closes() -> None:
     async def main() -> None:
-        one, other = await meet(LoopbackTransport(Shape(delay_s=0.25)))
+        one, other = await meet(LoopbackTransport(TrafficShape(delay_s=0.25)))
         await one.send([b"under way"])
         await other.close()
         await asyncio.sleep(1)
@@ -170,7 +170,7 @@ def test_messages_in_flight_are_dropped_when_the_reader_closes() -> None:
 
 def test_overtaking_of_links_is_reproducible() -> None:
     async def main() -> list[int]:
-        transport = LoopbackTransport(Shape(delay_s=0.05, jitter_s=0.05, seed=7))
+        transport = LoopbackTransport(TrafficShape(delay_s=0.05, jitter_s=0.05, seed=7))
         order: list[int] = []
 
         async def read(link: Link, number: int) -> None:
@@ -190,8 +190,8 @@ def test_overtaking_of_links_is_reproducible() -> None:
     assert run_virtual(main()) == order
 
 
-@pytest.mark.parametrize("shape", [None, Shape(bytes_per_s=1.25e6)])
-async def test_statistics_contain_the_rate_of_the_shape(shape: Shape | None) -> None:
+@pytest.mark.parametrize("shape", [None, TrafficShape(bytes_per_s=1.25e6)])
+async def test_statistics_contain_the_rate_of_the_shape(shape: TrafficShape | None) -> None:
     transport = LoopbackTransport(shape)
     async with transport.listen() as listener:
         link = await transport.dial(listener.address)

@@ -27,7 +27,7 @@ WINDOW_BYTES = 16 * 1024 * 1024
 
 
 @dataclass(slots=True)
-class Shape:
+class TrafficShape:
     """Properties of each direction of a link; they may change while it is used."""
 
     bytes_per_s: float
@@ -43,7 +43,7 @@ class Shape:
 class Direction:
     """One direction of a link."""
 
-    shape: Shape
+    shape: TrafficShape
     chance: random.Random
     free_at: float = 0.0
     """When the queue will be empty."""
@@ -81,7 +81,7 @@ class End:
 class Pipe:
     """A link and the connections over it; `now` is its clock, in seconds."""
 
-    def __init__(self, shape: Shape, *, seed: int = 0) -> None:
+    def __init__(self, shape: TrafficShape, *, seed: int = 0) -> None:
         self.now = 0.0
         self.forth = Direction(shape, random.Random(seed))
         self.back = Direction(shape, random.Random(seed + 1))

@@ -13,8 +13,8 @@ from meshllm.protocol.drafting.window import (
     MAX_DEPTH,
     Acceptance,
     DrafterStats,
+    DraftWindow,
     StepTimes,
-    Window,
     WindowChoice,
 )
 from meshllm.protocol.session.stage import MAX_PENDING
@@ -323,7 +323,7 @@ def test_a_new_session_inherits_the_pause() -> None:
 
 
 def test_a_step_is_cut_as_it_was_chosen() -> None:
-    window = Window(drafts=2, depth=3)
+    window = DraftWindow(drafts=2, depth=3)
 
     assert (window.rows, window.length) == (3, 8)
     assert window.cut(range(8), is_open=True) == ((0, 1), (2, 3, 4), (5, 6, 7))
@@ -331,7 +331,7 @@ def test_a_step_is_cut_as_it_was_chosen() -> None:
 
 
 def test_a_remainder_is_split_into_shorter_steps() -> None:
-    window = Window(drafts=16, depth=8)
+    window = DraftWindow(drafts=16, depth=8)
 
     assert [len(step) for step in window.cut(range(30), is_open=True)] == [16, 12, 2]
     assert [len(step) for step in window.cut(range(16), is_open=False)] == [12, 3]
@@ -341,8 +341,8 @@ def test_a_remainder_is_split_into_shorter_steps() -> None:
 
 
 def test_a_single_step_drops_the_remainder() -> None:
-    assert Window(drafts=4).cut(range(4), is_open=True) == ((0, 1, 2, 3),)
-    assert Window(drafts=4).cut(range(3), is_open=True) == ((0, 1),)
+    assert DraftWindow(drafts=4).cut(range(4), is_open=True) == ((0, 1, 2, 3),)
+    assert DraftWindow(drafts=4).cut(range(3), is_open=True) == ((0, 1),)
 
 
 def certain(table: StepTimes, right: int = 16) -> WindowChoice:
@@ -362,9 +362,9 @@ def test_many_steps_are_in_flight_at_high_acceptance_and_long_trips() -> None:
     for _ in range(20):
         table.note_interval(17, 0.010)
 
-    assert certain(table).choose(2, 999, depth=8) == Window(16, 8)
-    assert certain(table).choose(2, 999, depth=2) == Window(16, 2)
-    assert certain(table).choose(2, 999) == Window(16, 1)
+    assert certain(table).choose(2, 999, depth=8) == DraftWindow(16, 8)
+    assert certain(table).choose(2, 999, depth=2) == DraftWindow(16, 2)
+    assert certain(table).choose(2, 999) == DraftWindow(16, 1)
 
 
 @pytest.mark.parametrize("right", [0, 1, 3, 7])
@@ -389,7 +389,7 @@ def test_the_slowest_rank_limits_the_steps_in_flight() -> None:
     for _ in range(20):
         table.note_interval(17, 0.080)
 
-    assert certain(table).choose(2, 999, depth=8) == Window(16, 4)
+    assert certain(table).choose(2, 999, depth=8) == DraftWindow(16, 4)
 
 
 def test_no_pipelining_if_it_slows_down_the_first_step() -> None:
@@ -411,7 +411,7 @@ def test_a_good_run_between_rejections_does_not_start_pipelining() -> None:
     for _ in range(20):
         windows.note(2, 16, 16)
 
-    assert few == Window(16, 1)
+    assert few == DraftWindow(16, 1)
     assert windows.choose(2, 999, depth=8).depth > 1
 
 

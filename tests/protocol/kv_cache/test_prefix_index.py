@@ -171,7 +171,7 @@ def test_an_owner_that_is_not_the_entry_any_more_has_no_share() -> None:
     index = shelf_of(2)
     index.put(A, 1, 1, 0.0, is_own=True)
     index.put(B, 1, 1, 0.0)
-    index.disown()
+    index.clear_ownership()
 
     assert index.put(C, 1, 1, 0.0) == [A]
 

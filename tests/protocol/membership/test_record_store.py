@@ -311,7 +311,7 @@ def test_a_removed_node_is_expelled_permanently() -> None:
     records = stored(sign(MIDDLE, PROFILE), sign(MIDDLE, STATE), sign(LAST, PROFILE))
     records.take(sign(FOUNDER, REMOVAL), WALL)
 
-    gone = records.expelled(WALL)
+    gone = records.ended_members(WALL)
     for node in gone:
         records.forget(node)
 
@@ -325,8 +325,8 @@ def test_a_membership_ends_when_it_expires() -> None:
     records = stored(sign(MIDDLE, PROFILE), sign(LAST, PROFILE))
 
     assert records.expires_at_s() == WALL + DAY
-    assert not records.expelled(WALL + DAY - 1)
-    assert records.expelled(WALL + DAY) == {LAST.node}
+    assert not records.ended_members(WALL + DAY - 1)
+    assert records.ended_members(WALL + DAY) == {LAST.node}
     assert records.role(CREDENTIALS[CLIENT.node], CLIENT.node, WALL) is Role.CLIENT
 
 

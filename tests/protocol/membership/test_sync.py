@@ -17,7 +17,7 @@ from meshllm.protocol.membership.records import (
     StateRecord,
 )
 from meshllm.protocol.membership.sync import FORGET, GossipState
-from meshllm.protocol.trust.credential import Credential, Role, found, issue, remove
+from meshllm.protocol.trust.credential import Credential, Role, founder_credential, issue, remove
 from meshllm.protocol.trust.identity import NodeKey
 from tests.builders.identities import (
     CHARTER,
@@ -268,7 +268,7 @@ def test_a_non_member_evicts_no_node() -> None:
         ),
     )
     known = set(node.records.profiles)
-    shown = found(stranger, bytes(16)).encode()
+    shown = founder_credential(stranger, bytes(16)).encode()
     item = Item(Kind.PROFILE, stranger.node, stranger.node, 1, 1, shown, PROFILE.encode())
 
     news, _ = taken(node, item.sign(stranger, MESH))

@@ -239,7 +239,7 @@ def test_layers_and_wires_follow_the_plan() -> None:
 
     assert [rank.layers for rank in times.ranks] == pytest.approx([1.6, 2.4])
     assert [rank.offer.node for rank in times.ranks] == [A, B]
-    assert [rank.wire.latency_s for rank in times.ranks] == [0.007, 0.007]
+    assert [rank.speed.latency_s for rank in times.ranks] == [0.007, 0.007]
     assert (times.head_s, times.row_bytes) == (0.005, 8)
 
 
@@ -248,7 +248,7 @@ def test_a_single_node_has_no_hop() -> None:
 
     times = ring_times(plan, [offer(A, 4)], apart({}, others=10), model(4))
 
-    assert (times.wire_s(0, 100), times.ranks[0].wire.bytes_per_s) == (0.0, inf)
+    assert (times.wire_s(0, 100), times.ranks[0].speed.bytes_per_s) == (0.0, inf)
 
 
 def test_a_plan_with_a_missing_offer_is_refused() -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from meshllm.errors import UserError
-from meshllm.protocol.session.actions import GenerationTask, Pick
+from meshllm.protocol.session.actions import GenerationTask, SampleTokens
 from meshllm.protocol.session.entry import Entry
 from tests.builders.entry import PACE, TASK
 
@@ -37,6 +37,6 @@ def test_an_impossible_task_is_refused(task: GenerationTask, words: str) -> None
 def test_confirmed_drafts_stay_in_flight(
     tokens: tuple[int, ...], right: int, flying: tuple[int, ...] | None
 ) -> None:
-    pick = Pick(0, 3, None, (91, 92), 42, (93, 94))
+    pick = SampleTokens(0, 3, None, (91, 92), 42, (93, 94))
 
     assert (pick.accepted(tokens), pick.flying(tokens)) == (right, flying)

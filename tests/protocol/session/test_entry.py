@@ -15,9 +15,9 @@ from meshllm.protocol.session.actions import (
     Emit,
     Failed,
     GenerationTask,
-    Pick,
     Progress,
     Reserve,
+    SampleTokens,
 )
 from meshllm.protocol.session.codec import MAX_POSITION
 from meshllm.protocol.session.entry import NEAR, Entry, EntryState
@@ -66,7 +66,7 @@ def decoding() -> Entry:
     entry.open(0.0)
     entry.computed(blob(2), 0.0)
     entry.receive(back(0, 2, row=blob(1)), 1.0)
-    entry.picked((90,), 1.0)
+    entry.sampled((90,), 1.0)
     entry.computed(blob(1), 1.0)
     return entry
 
@@ -97,7 +97,7 @@ def test_all_rows_of_a_session_that_is_not_handed_over_say_so() -> None:
     entry.open(0.0)
     rows = [*entry.computed(blob(2), 0.1), *entry.computed(blob(1), 0.2)]
     entry.receive(back(2, 1, row=blob(1)), 0.3)
-    entry.picked((90,), 0.4)
+    entry.sampled((90,), 0.4)
     rows += entry.computed(blob(1), 0.5)
 
     assert [each for each in rows if isinstance(each, Forward)] == [
@@ -124,10 +124,10 @@ def test_the_row_of_the_last_chunk_becomes_the_first_token() -> None:
 
     assert entry.receive(back(0, 2, row=blob(1)), 0.5) == [
         Progress(2, 2),
-        Pick(0, 2, blob(1), (), 5),
+        SampleTokens(0, 2, blob(1), (), 5),
     ]
     assert entry.state is EntryState.PREFILL
-    assert entry.picked((90,), 0.6) == [Emit(90), Embed(0, 2, (90,))]
+    assert entry.sampled((90,), 0.6) == [Emit(90), Embed(0, 2, (90,))]
 
 
 def test_chunks_are_told_once_and_again_after_a_restart() -> None:
@@ -160,7 +160,7 @@ def test_a_prompt_of_one_token_is_a_last_chunk_too() -> None:
     assert entry.computed(blob(1), 0.1) == [sent(0, 1, LAST_CHUNK)]
     assert entry.receive(back(0, 1, row=blob(1)), 0.5) == [
         Progress(1, 1),
-        Pick(0, 1, blob(1), (), 4),
+        SampleTokens(0, 1, blob(1), (), 4),
     ]
 
 
@@ -168,8 +168,8 @@ def test_a_decode_step_is_one_row_that_comes_back() -> None:
     entry = decoding()
 
     assert entry.state is EntryState.DECODE
-    assert entry.receive(back(2, 1, row=blob(1)), 2.0) == [Pick(0, 3, blob(1), (), 5)]
-    assert entry.picked((91,), 2.0) == [Emit(91), Embed(0, 3, (91,))]
+    assert entry.receive(back(2, 1, row=blob(1)), 2.0) == [SampleTokens(0, 3, blob(1), (), 5)]
+    assert entry.sampled((91,), 2.0) == [Emit(91), Embed(0, 3, (91,))]
     assert entry.computed(blob(1), 2.0) == [sent(3, 1, LONE_STEP)]
 
 
@@ -179,7 +179,7 @@ def test_max_tokens_end_the_answer() -> None:
     entry.computed(blob(2), 0.1)
     entry.receive(back(0, 2, row=blob(1)), 0.5)
 
-    assert entry.picked((90,), 0.6) == [
+    assert entry.sampled((90,), 0.6) == [
         Emit(90),
         Done(FinishReason.LENGTH),
         Forward(Close(SESSION, EPOCH, keep=2)),
@@ -192,14 +192,14 @@ def test_the_context_ends_the_answer() -> None:
     entry.computed(blob(2), 0.1)
     entry.receive(back(0, 2, row=blob(1)), 0.5)
 
-    assert Done(FinishReason.LENGTH) in entry.picked((90,), 0.6)
+    assert Done(FinishReason.LENGTH) in entry.sampled((90,), 0.6)
 
 
 def test_a_token_that_stops_the_answer_is_part_of_it_and_nothing_follows() -> None:
     entry = decoding()
     entry.receive(back(2, 1, row=blob(1)), 2.0)
 
-    assert entry.picked((91,), 2.0, stop=True) == [
+    assert entry.sampled((91,), 2.0, stop=True) == [
         Emit(91),
         Done(FinishReason.STOP),
         Forward(Close(SESSION, EPOCH, keep=3)),
@@ -212,11 +212,11 @@ def test_a_ring_of_one_sends_nothing() -> None:
     assert entry.open(0.0) == [chunk(0, 0, (11, 12))]
     assert entry.computed(None, 0.1) == [Progress(2, 5), chunk(0, 2, (13, 14))]
     assert entry.computed(None, 0.2) == [Progress(4, 5), chunk(0, 4, (15,))]
-    assert entry.computed(None, 0.3) == [Progress(5, 5), Pick(0, 5, None, (), 7)]
-    assert entry.picked((90,), 0.4) == [Emit(90), Embed(0, 5, (90,))]
-    assert entry.computed(None, 0.5) == [Pick(0, 6, None, (), 7)]
+    assert entry.computed(None, 0.3) == [Progress(5, 5), SampleTokens(0, 5, None, (), 7)]
+    assert entry.sampled((90,), 0.4) == [Emit(90), Embed(0, 5, (90,))]
+    assert entry.computed(None, 0.5) == [SampleTokens(0, 6, None, (), 7)]
     assert entry.deadline is None
-    assert entry.picked((91,), 0.6) == [Emit(91), Done(FinishReason.LENGTH), Closed(())]
+    assert entry.sampled((91,), 0.6) == [Emit(91), Done(FinishReason.LENGTH), Closed(())]
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_unexpected_messages_are_ignored(message: SessionMessage) -> None:
     entry = decoding()
 
     assert entry.receive(message, 2.0) == []
-    assert entry.receive(back(2, 1, row=blob(1)), 2.0) == [Pick(0, 3, blob(1), (), 5)]
+    assert entry.receive(back(2, 1, row=blob(1)), 2.0) == [SampleTokens(0, 3, blob(1), (), 5)]
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,9 @@ def test_a_gap_raises_the_gen_and_the_tokens_go_out_again_from_there() -> None:
     ]
     assert entry.computed(blob(2), 2.1) == [sent(1, 2, LAST_CHUNK, gen=1)]
     assert entry.receive(back(2, 1, row=blob(1)), 2.2) == []
-    assert entry.receive(back(1, 2, gen=1, row=blob(1)), 2.3) == [Pick(1, 3, blob(1), (), 5)]
+    assert entry.receive(back(1, 2, gen=1, row=blob(1)), 2.3) == [
+        SampleTokens(1, 3, blob(1), (), 5)
+    ]
 
 
 def test_a_gap_beyond_what_came_back_does_not_skip_anything() -> None:
@@ -297,7 +299,7 @@ def test_a_restart_leaves_a_running_pick_alone() -> None:
     entry.receive(back(2, 1, row=blob(1)), 2.0)
 
     assert entry.receive(Gap(SESSION, EPOCH, 0, 2), 2.1) == [Forward(Cancel(SESSION, EPOCH, 1))]
-    assert entry.picked((91,), 2.2) == [Emit(91), chunk(1, 2, (90, 91))]
+    assert entry.sampled((91,), 2.2) == [Emit(91), chunk(1, 2, (90, 91))]
     assert entry.computed(blob(2), 2.3) == [sent(2, 2, LAST_CHUNK, gen=1)]
 
 
@@ -356,7 +358,7 @@ def test_progress_renews_patience() -> None:
     entry.expire(100.0)
     entry.computed(blob(1), 100.0)
     entry.receive(back(2, 1, gen=1, row=blob(1)), 101.0)
-    entry.picked((91,), 101.0)
+    entry.sampled((91,), 101.0)
     entry.computed(blob(1), 101.0)
 
     assert entry.deadline == 101.0 + PACE.patience_s
@@ -420,7 +422,7 @@ def test_jobs_that_finish_after_the_end_change_nothing() -> None:
     picking.finish(CANCELLED, 2.0)
 
     assert embedding.computed(blob(1), 100.1) == []
-    assert picking.picked((91,), 2.1) == []
+    assert picking.sampled((91,), 2.1) == []
 
 
 def test_close_that_comes_back_brings_the_tallies() -> None:
@@ -467,7 +469,7 @@ def with_drafts(*drafts: int) -> Entry:
     entry.open(0.0)
     entry.computed(blob(2), 0.0)
     entry.receive(back(0, 2, row=blob(1)), 1.0)
-    entry.picked((90,), 1.0, (drafts,) if drafts else ())
+    entry.sampled((90,), 1.0, (drafts,) if drafts else ())
     entry.computed(blob(1 + len(drafts)), 1.0)
     return entry
 
@@ -478,9 +480,9 @@ def test_drafts_follow_the_last_token_and_request_all_rows() -> None:
     entry.computed(blob(2), 0.1)
     entry.receive(back(0, 2, row=blob(1)), 0.5)
 
-    assert entry.picked((90,), 0.6, ((91, 92),)) == [Emit(90), Embed(0, 2, (90, 91, 92), 2)]
+    assert entry.sampled((90,), 0.6, ((91, 92),)) == [Emit(90), Embed(0, 2, (90, 91, 92), 2)]
     assert entry.computed(blob(3), 0.7) == [sent(2, 3, LONE_STEP)]
-    assert entry.receive(back(2, 3, row=blob(3)), 0.8) == [Pick(0, 3, blob(3), (91, 92), 5)]
+    assert entry.receive(back(2, 3, row=blob(3)), 0.8) == [SampleTokens(0, 3, blob(3), (91, 92), 5)]
 
 
 def test_drafts_are_committed_once_they_are_accepted() -> None:
@@ -489,7 +491,7 @@ def test_drafts_are_committed_once_they_are_accepted() -> None:
     entry.receive(back(2, 3, row=blob(3)), 2.0)
     assert entry.committed == 3  # of the step that is picked, its first token
 
-    entry.picked((91, 77), 2.0)
+    entry.sampled((91, 77), 2.0)
 
     assert entry.committed == 4
 
@@ -498,7 +500,7 @@ def test_accepted_drafts_are_tokens_and_the_last_row_gives_one_more() -> None:
     entry = with_drafts(91, 92)
     entry.receive(back(2, 3, row=blob(3)), 2.0)
 
-    actions = entry.picked((91, 92, 93), 2.0)
+    actions = entry.sampled((91, 92, 93), 2.0)
 
     assert actions == [Emit(91), Emit(92), Emit(93), Embed(0, 5, (93,))]
 
@@ -507,10 +509,12 @@ def test_a_rejected_draft_raises_the_gen_and_is_overwritten() -> None:
     entry = with_drafts(91, 92)
     entry.receive(back(2, 3, row=blob(3)), 2.0)
 
-    assert entry.picked((91, 77), 2.0, ((78,),)) == [Emit(91), Emit(77), Embed(1, 4, (77, 78), 1)]
+    assert entry.sampled((91, 77), 2.0, ((78,),)) == [Emit(91), Emit(77), Embed(1, 4, (77, 78), 1)]
     assert entry.computed(blob(2), 2.1) == [sent(4, 2, LONE_STEP, gen=1)]
     assert entry.receive(back(2, 3, row=blob(3)), 2.2) == []
-    assert entry.receive(back(4, 2, gen=1, row=blob(2)), 2.3) == [Pick(1, 5, blob(2), (78,), 11)]
+    assert entry.receive(back(4, 2, gen=1, row=blob(2)), 2.3) == [
+        SampleTokens(1, 5, blob(2), (78,), 11)
+    ]
 
 
 def test_a_repeated_result_of_drafts_is_dropped() -> None:
@@ -518,7 +522,7 @@ def test_a_repeated_result_of_drafts_is_dropped() -> None:
     entry.receive(back(2, 3, row=blob(3)), 2.0)
 
     assert entry.receive(back(2, 3, row=blob(3)), 2.1) == []
-    entry.picked((91, 92, 93), 2.2)
+    entry.sampled((91, 92, 93), 2.2)
     assert entry.receive(back(2, 3, row=blob(3)), 2.3) == []
 
 
@@ -538,7 +542,9 @@ def test_a_restart_drops_the_drafts() -> None:
     ]
     entry.computed(blob(1), 2.1)
     assert entry.receive(back(2, 3, row=blob(3)), 2.2) == []
-    assert entry.receive(back(2, 1, gen=1, row=blob(1)), 2.3) == [Pick(1, 3, blob(1), (), 11)]
+    assert entry.receive(back(2, 1, gen=1, row=blob(1)), 2.3) == [
+        SampleTokens(1, 3, blob(1), (), 11)
+    ]
 
 
 def test_a_restart_during_a_pick_keeps_its_tokens_and_computes_them_again() -> None:
@@ -546,7 +552,7 @@ def test_a_restart_during_a_pick_keeps_its_tokens_and_computes_them_again() -> N
     entry.receive(back(2, 3, row=blob(3)), 2.0)
 
     assert entry.receive(Gap(SESSION, EPOCH, 0, 1), 2.1) == [Forward(Cancel(SESSION, EPOCH, 1))]
-    assert entry.picked((91, 77), 2.2, ((78,),)) == [Emit(91), Emit(77), chunk(1, 1, (12, 90))]
+    assert entry.sampled((91, 77), 2.2, ((78,),)) == [Emit(91), Emit(77), chunk(1, 1, (12, 90))]
     assert entry.computed(blob(2), 2.3) == [
         sent(1, 2, Flags.PREFILL, gen=1),
         chunk(1, 3, (91, 77)),
@@ -557,7 +563,7 @@ def test_a_stop_within_the_drafts_ends_the_answer_there() -> None:
     entry = with_drafts(91, 92)
     entry.receive(back(2, 3, row=blob(3)), 2.0)
 
-    assert entry.picked((91,), 2.0, stop=True) == [
+    assert entry.sampled((91,), 2.0, stop=True) == [
         Emit(91),
         Done(FinishReason.STOP),
         Forward(Close(SESSION, EPOCH, keep=3)),
@@ -569,9 +575,9 @@ def test_tokens_up_to_the_limit_end_the_answer() -> None:
     entry.open(0.0)
     entry.computed(None, 0.1)
 
-    assert entry.picked((90,), 0.2, ((91, 92),)) == [Emit(90), Embed(0, 2, (90, 91, 92), 2)]
-    assert entry.computed(None, 0.3) == [Pick(0, 3, None, (91, 92), 6)]
-    assert entry.picked((91, 92, 93), 0.4)[-2:] == [Done(FinishReason.LENGTH), Closed(())]
+    assert entry.sampled((90,), 0.2, ((91, 92),)) == [Emit(90), Embed(0, 2, (90, 91, 92), 2)]
+    assert entry.computed(None, 0.3) == [SampleTokens(0, 3, None, (91, 92), 6)]
+    assert entry.sampled((91, 92, 93), 0.4)[-2:] == [Done(FinishReason.LENGTH), Closed(())]
 
 
 def lone(room: int, max_tokens: int = 9999) -> Entry:
@@ -586,47 +592,50 @@ def lone(room: int, max_tokens: int = 9999) -> Entry:
 def test_more_room_is_requested_before_there_is_none_and_once() -> None:
     entry = lone(room=2 + 2 + NEAR)
 
-    first = entry.picked((90,), 0.2)
+    first = entry.sampled((90,), 0.2)
     assert first == [Emit(90), Embed(0, 2, (90,))]
     entry.computed(None, 0.3)
-    assert entry.picked((91,), 0.4) == [Emit(91), Embed(0, 3, (91,))]
+    assert entry.sampled((91,), 0.4) == [Emit(91), Embed(0, 3, (91,))]
     entry.computed(None, 0.5)
     more = 4 + NEAR + QUANTUM
-    assert entry.picked((92,), 0.6) == [Emit(92), Reserve(more), Embed(0, 4, (92,))]
+    assert entry.sampled((92,), 0.6) == [Emit(92), Reserve(more), Embed(0, 4, (92,))]
     entry.computed(None, 0.7)
-    assert entry.picked((93,), 0.8) == [Emit(93), Embed(0, 5, (93,))]
+    assert entry.sampled((93,), 0.8) == [Emit(93), Embed(0, 5, (93,))]
 
 
 def test_no_more_room_is_requested_than_the_answer_may_take() -> None:
     entry = lone(room=4, max_tokens=3)
 
-    assert Reserve(5) in entry.picked((90,), 0.2)
+    assert Reserve(5) in entry.sampled((90,), 0.2)
     assert entry.grown() == []
     entry.computed(None, 0.3)
-    assert not any(isinstance(each, Reserve) for each in entry.picked((91,), 0.4))
+    assert not any(isinstance(each, Reserve) for each in entry.sampled((91,), 0.4))
 
 
 def test_an_answer_waits_at_the_last_position_that_has_room() -> None:
     entry = lone(room=3)
-    assert entry.picked((90,), 0.2)[-1] == Embed(0, 2, (90,))
-    assert entry.computed(None, 0.3) == [Progress(2, 2), Pick(0, 3, None, (), 9999, room=3)][1:]
+    assert entry.sampled((90,), 0.2)[-1] == Embed(0, 2, (90,))
+    assert (
+        entry.computed(None, 0.3)
+        == [Progress(2, 2), SampleTokens(0, 3, None, (), 9999, room=3)][1:]
+    )
 
-    assert entry.picked((91,), 0.4) == [Emit(91)]
+    assert entry.sampled((91,), 0.4) == [Emit(91)]
     assert entry.deadline is None
     assert entry.grown() == [Embed(0, 3, (91,))]
-    assert entry.computed(None, 0.5) == [Pick(0, 4, None, (), 9999, room=3 + QUANTUM)]
+    assert entry.computed(None, 0.5) == [SampleTokens(0, 4, None, (), 9999, room=3 + QUANTUM)]
 
 
 def test_drafts_wait_for_room_too() -> None:
     entry = lone(room=4)
 
-    assert Embed(0, 2, (90, 91, 92), 2) not in entry.picked((90,), 0.2, ((91, 92),))
+    assert Embed(0, 2, (90, 91, 92), 2) not in entry.sampled((90,), 0.2, ((91, 92),))
     assert entry.grown() == [Embed(0, 2, (90, 91, 92), 2)]
 
 
 def test_one_that_has_ended_needs_no_room() -> None:
     entry = lone(room=3)
-    entry.picked((90,), 0.2)
+    entry.sampled((90,), 0.2)
     entry.finish(CANCELLED, 0.3)
 
     assert entry.grown() == []
@@ -709,7 +718,7 @@ def test_a_row_in_flight_is_kept_if_caches_cannot_be_cropped(
     entry.open(0.0)
     entry.computed(blob(2), 0.0)
     entry.receive(back(0, 2, row=blob(1)), 1.0)
-    entry.picked((90,), 1.0)
+    entry.sampled((90,), 1.0)
 
     assert entry.finish(CANCELLED, 2.0)[-1] == Forward(Close(SESSION, EPOCH, keep=keep))
 
@@ -722,7 +731,7 @@ def test_of_rows_in_flight_a_sliding_window_is_cropped_by_one(
     entry.open(0.0)
     entry.computed(blob(2), 0.0)
     entry.receive(back(0, 2, row=blob(1)), 1.0)
-    entry.picked((90,), 1.0, (drafts,) if drafts else ())
+    entry.sampled((90,), 1.0, (drafts,) if drafts else ())
 
     assert entry.finish(CANCELLED, 2.0)[-1] == Forward(Close(SESSION, EPOCH, keep=keep))
 
@@ -822,7 +831,7 @@ def flying(*steps: tuple[int, ...], task: GenerationTask = TASK) -> Entry:
     entry.open(0.0)
     entry.computed(blob(2), 0.0)
     entry.receive(back(0, 2, row=blob(1)), 1.0)
-    entry.picked((90,), 1.0, steps or STEPS)
+    entry.sampled((90,), 1.0, steps or STEPS)
     for number, step in enumerate(steps or STEPS):
         entry.computed(blob(len(step) + (number == 0)), 1.0)
     return entry
@@ -834,7 +843,7 @@ def test_draft_steps_follow_one_another_and_request_all_rows() -> None:
     entry.computed(blob(2), 0.1)
     entry.receive(back(0, 2, row=blob(1)), 0.5)
 
-    assert entry.picked((90,), 0.6, STEPS) == [Emit(90), Embed(0, 2, (90, 91, 92), 2)]
+    assert entry.sampled((90,), 0.6, STEPS) == [Emit(90), Embed(0, 2, (90, 91, 92), 2)]
     assert entry.computed(blob(3), 0.7) == [
         sent(2, 3, LONE_STEP),
         Embed(0, 5, (93, 94, 95), 2),
@@ -847,26 +856,26 @@ def test_a_step_that_confirms_the_next_one_leaves_it_in_flight() -> None:
     entry = flying()
 
     assert entry.receive(back(2, 3, row=blob(3)), 2.0) == [
-        Pick(0, 3, blob(3), (91, 92), 42, (93, 94, 95, 96, 97))
+        SampleTokens(0, 3, blob(3), (91, 92), 42, (93, 94, 95, 96, 97))
     ]
-    assert entry.picked((91, 92, 93), 2.0) == [Emit(91), Emit(92), Emit(93)]
+    assert entry.sampled((91, 92, 93), 2.0) == [Emit(91), Emit(92), Emit(93)]
     assert entry.deadline == 2.0 + PACE.patience_s
     assert entry.receive(back(5, 3, row=blob(3)), 2.1) == [
-        Pick(0, 6, blob(3), (94, 95), 42, (96, 97))
+        SampleTokens(0, 6, blob(3), (94, 95), 42, (96, 97))
     ]
-    assert entry.picked((94, 95, 96), 2.1) == [Emit(94), Emit(95), Emit(96)]
-    assert entry.receive(back(8, 2, row=blob(2)), 2.2) == [Pick(0, 9, blob(2), (97,), 42)]
-    assert entry.picked((97, 98), 2.2) == [Emit(97), Emit(98), Embed(0, 10, (98,))]
+    assert entry.sampled((94, 95, 96), 2.1) == [Emit(94), Emit(95), Emit(96)]
+    assert entry.receive(back(8, 2, row=blob(2)), 2.2) == [SampleTokens(0, 9, blob(2), (97,), 42)]
+    assert entry.sampled((97, 98), 2.2) == [Emit(97), Emit(98), Embed(0, 10, (98,))]
 
 
 def test_new_drafts_follow_those_in_flight() -> None:
     entry = flying()
     entry.receive(back(2, 3, row=blob(3)), 2.0)
 
-    assert entry.picked((91, 92, 93), 2.0, ((98, 99),))[-1] == Embed(0, 10, (98, 99), 1)
+    assert entry.sampled((91, 92, 93), 2.0, ((98, 99),))[-1] == Embed(0, 10, (98, 99), 1)
     assert entry.computed(blob(2), 2.1) == [sent(10, 2, Flags.NEED_ROW)]
     assert entry.receive(back(5, 3, row=blob(3)), 2.2) == [
-        Pick(0, 6, blob(3), (94, 95), 42, (96, 97, 98, 99))
+        SampleTokens(0, 6, blob(3), (94, 95), 42, (96, 97, 98, 99))
     ]
 
 
@@ -879,7 +888,7 @@ def test_a_step_that_contradicts_the_next_one_ends_the_flight(
     entry = flying()
     entry.receive(back(2, 3, row=blob(3)), 2.0)
 
-    assert entry.picked(said, 2.0, ((78,), (79, 80))) == [
+    assert entry.sampled(said, 2.0, ((78,), (79, 80))) == [
         *map(Emit, said),
         Forward(Cancel(SESSION, EPOCH, 1)),
         Embed(1, pos, (77, 78), 1),
@@ -895,10 +904,10 @@ def test_a_step_that_contradicts_the_next_one_ends_the_flight(
 def test_a_rejection_in_the_second_step_keeps_the_tokens_of_the_first() -> None:
     entry = flying()
     entry.receive(back(2, 3, row=blob(3)), 2.0)
-    entry.picked((91, 92, 93), 2.0)
+    entry.sampled((91, 92, 93), 2.0)
     entry.receive(back(5, 3, row=blob(3)), 2.1)
 
-    assert entry.picked((94, 77), 2.1) == [
+    assert entry.sampled((94, 77), 2.1) == [
         Emit(94),
         Emit(77),
         Forward(Cancel(SESSION, EPOCH, 1)),
@@ -911,15 +920,15 @@ def test_drafts_that_were_not_injected_are_replaced_and_the_gen_stays() -> None:
     entry.open(0.0)
     entry.computed(blob(2), 0.1)
     entry.receive(back(0, 2, row=blob(1)), 0.5)
-    entry.picked((90,), 0.6, STEPS)
+    entry.sampled((90,), 0.6, STEPS)
     entry.computed(blob(3), 0.7)  # the second step is being embedded, the third one waits
 
     assert entry.receive(back(2, 3, row=blob(3)), 0.8) == []
     assert entry.computed(blob(3), 0.9) == [
         sent(5, 3, Flags.NEED_ROW),
-        Pick(0, 3, blob(3), (91, 92), 42, (93, 94, 95)),
+        SampleTokens(0, 3, blob(3), (91, 92), 42, (93, 94, 95)),
     ]
-    assert entry.picked((91, 92, 93), 1.0, ((86, 87),))[-1] == Embed(0, 8, (86, 87), 1)
+    assert entry.sampled((91, 92, 93), 1.0, ((86, 87),))[-1] == Embed(0, 8, (86, 87), 1)
 
 
 def test_results_wait_for_the_running_job_and_for_the_next_embed() -> None:
@@ -927,10 +936,10 @@ def test_results_wait_for_the_running_job_and_for_the_next_embed() -> None:
     entry.receive(back(2, 3, row=blob(3)), 2.0)
 
     assert entry.receive(back(5, 3, row=blob(3)), 2.1) == []
-    assert entry.picked((91, 92, 93), 2.2, ((98, 99),))[-1] == Embed(0, 10, (98, 99), 1)
+    assert entry.sampled((91, 92, 93), 2.2, ((98, 99),))[-1] == Embed(0, 10, (98, 99), 1)
     assert entry.computed(blob(2), 2.3) == [
         sent(10, 2, Flags.NEED_ROW),
-        Pick(0, 6, blob(3), (94, 95), 42, (96, 97, 98, 99)),
+        SampleTokens(0, 6, blob(3), (94, 95), 42, (96, 97, 98, 99)),
     ]
 
 
@@ -940,11 +949,11 @@ def test_steps_are_picked_in_order_and_once() -> None:
     assert entry.receive(back(5, 3, row=blob(3)), 2.0) == []
     assert entry.receive(back(5, 3, row=blob(3)), 2.0) == []
     (first,) = entry.receive(back(2, 3, row=blob(3)), 2.1)
-    assert isinstance(first, Pick)
+    assert isinstance(first, SampleTokens)
     assert first.pos == 3
     assert entry.receive(back(2, 3, row=blob(3)), 2.1) == []
-    second = entry.picked((91, 92, 93), 2.2)[-1]
-    assert isinstance(second, Pick)
+    second = entry.sampled((91, 92, 93), 2.2)[-1]
+    assert isinstance(second, SampleTokens)
     assert second.pos == 6
     assert entry.receive(back(5, 3, row=blob(3)), 2.3) == []
 
@@ -970,7 +979,7 @@ def test_a_stop_in_a_flight_ends_the_answer_there() -> None:
     entry = flying()
     entry.receive(back(2, 3, row=blob(3)), 2.0)
 
-    assert entry.picked((91,), 2.0, stop=True) == [
+    assert entry.sampled((91,), 2.0, stop=True) == [
         Emit(91),
         Done(FinishReason.STOP),
         Forward(Close(SESSION, EPOCH, keep=3)),
@@ -983,7 +992,7 @@ def test_a_stop_in_a_confirmed_flight_keeps_what_came_all_round() -> None:
     entry = flying()
     entry.receive(back(2, 3, row=blob(3)), 2.0)
 
-    actions = entry.picked((91, 92, 93), 2.0, stop=True)
+    actions = entry.sampled((91, 92, 93), 2.0, stop=True)
 
     assert actions[-1] == Forward(Close(SESSION, EPOCH, keep=5))
 
@@ -991,7 +1000,7 @@ def test_a_stop_in_a_confirmed_flight_keeps_what_came_all_round() -> None:
 def test_the_end_in_a_flight_keeps_what_came_all_round() -> None:
     entry = flying()
     entry.receive(back(2, 3, row=blob(3)), 2.0)
-    entry.picked((91, 92, 93), 2.0)
+    entry.sampled((91, 92, 93), 2.0)
 
     assert entry.finish(CANCELLED, 2.1)[-1] == Forward(Close(SESSION, EPOCH, keep=5))
     assert entry.kept == [11, 12, 90, 91, 92]
@@ -1000,7 +1009,7 @@ def test_the_end_in_a_flight_keeps_what_came_all_round() -> None:
 def test_the_end_in_a_flight_keeps_nothing_if_caches_cannot_be_cropped_far() -> None:
     entry = flying(task=replace(TASK, max_crop=32))
     entry.receive(back(2, 3, row=blob(3)), 2.0)
-    entry.picked((91, 92, 93), 2.0)
+    entry.sampled((91, 92, 93), 2.0)
 
     assert entry.finish(CANCELLED, 2.1)[-1] == Forward(Close(SESSION, EPOCH))
 
@@ -1010,14 +1019,14 @@ def test_the_last_token_in_a_flight_ends_the_answer() -> None:
     entry.open(0.0)
     entry.computed(blob(2), 0.0)
     entry.receive(back(0, 2, row=blob(1)), 1.0)
-    entry.picked((90,), 1.0, ((91,), (92, 93)))
+    entry.sampled((90,), 1.0, ((91,), (92, 93)))
     entry.computed(blob(2), 1.0)
     entry.computed(blob(2), 1.0)
     entry.receive(back(2, 2, row=blob(2)), 2.0)
-    entry.picked((91, 92), 2.0)
+    entry.sampled((91, 92), 2.0)
     entry.receive(back(4, 2, row=blob(2)), 2.1)
 
-    assert entry.picked((93,), 2.1)[-2:] == [
+    assert entry.sampled((93,), 2.1)[-2:] == [
         Done(FinishReason.LENGTH),
         Forward(Close(SESSION, EPOCH, keep=5)),
     ]
@@ -1032,7 +1041,9 @@ def test_a_gap_discards_the_whole_flight() -> None:
     ]
     assert entry.receive(Gap(SESSION, EPOCH, 0, 2), 2.0) == []  # what the second step met
     assert entry.computed(blob(1), 2.1) == [sent(2, 1, LONE_STEP, gen=1)]
-    assert entry.receive(back(2, 1, gen=1, row=blob(1)), 2.2) == [Pick(1, 3, blob(1), (), 42)]
+    assert entry.receive(back(2, 1, gen=1, row=blob(1)), 2.2) == [
+        SampleTokens(1, 3, blob(1), (), 42)
+    ]
 
 
 def test_a_gap_during_a_pick_keeps_its_tokens_and_no_draft() -> None:
@@ -1041,14 +1052,14 @@ def test_a_gap_during_a_pick_keeps_its_tokens_and_no_draft() -> None:
     entry.receive(back(5, 3, row=blob(3)), 2.0)
 
     assert entry.receive(Gap(SESSION, EPOCH, 0, 5), 2.1) == [Forward(Cancel(SESSION, EPOCH, 1))]
-    assert entry.picked((91, 92, 93), 2.2, ((98, 99),))[-1] == chunk(1, 3, (91, 92))
+    assert entry.sampled((91, 92, 93), 2.2, ((98, 99),))[-1] == chunk(1, 3, (91, 92))
     assert entry.computed(blob(2), 2.3) == [sent(3, 2, Flags.PREFILL, gen=1), Embed(1, 5, (93,))]
 
 
 def test_patience_for_a_flight_starts_at_the_last_result() -> None:
     entry = flying()
     entry.receive(back(2, 3, row=blob(3)), 7.0)
-    entry.picked((91, 92, 93), 7.0)
+    entry.sampled((91, 92, 93), 7.0)
 
     assert entry.expire(16.9) == []
     assert entry.expire(17.0) == [Forward(Cancel(SESSION, EPOCH, 1)), Embed(1, 5, (93,))]
@@ -1058,7 +1069,7 @@ def test_a_flight_is_limited_by_the_queue_of_a_rank() -> None:
     entry = flying((91,), *((each, each) for each in range(100, 100 + MAX_PENDING)))
 
     assert entry.receive(back(2, 2, row=blob(2)), 2.0) == [
-        Pick(0, 3, blob(2), (91,), 42, tuple(x for x in range(100, 115) for _ in range(2)))
+        SampleTokens(0, 3, blob(2), (91,), 42, tuple(x for x in range(100, 115) for _ in range(2)))
     ]
 
 
@@ -1068,7 +1079,7 @@ def test_croppable_positions_limit_the_drafts(max_crop: int | None, max_drafts: 
 
     (pick,) = entry.receive(back(2, 2, row=blob(2)), 2.0)
 
-    assert isinstance(pick, Pick)
+    assert isinstance(pick, SampleTokens)
     assert pick.max_drafts == max_drafts
 
 
@@ -1077,9 +1088,9 @@ def test_in_a_ring_of_one_a_flight_is_one_step() -> None:
     entry.open(0.0)
     entry.computed(None, 0.1)
 
-    assert entry.picked((90,), 0.2, STEPS) == [Emit(90), Embed(0, 2, (90, 91, 92), 2)]
-    assert entry.computed(None, 0.3) == [Pick(0, 3, None, (91, 92), 42)]
-    assert entry.picked((91, 77), 0.4, STEPS)[-1] == Embed(1, 4, (77, 91, 92), 2)
+    assert entry.sampled((90,), 0.2, STEPS) == [Emit(90), Embed(0, 2, (90, 91, 92), 2)]
+    assert entry.computed(None, 0.3) == [SampleTokens(0, 3, None, (91, 92), 42)]
+    assert entry.sampled((91, 77), 0.4, STEPS)[-1] == Embed(1, 4, (77, 91, 92), 2)
 
 
 def test_repeated_results_do_not_renew_the_patience() -> None:
@@ -1095,7 +1106,7 @@ def test_fewer_tokens_than_accepted_restart_after_the_last_one() -> None:
     entry = flying()
     entry.receive(back(2, 3, row=blob(3)), 2.0)
 
-    assert entry.picked((91,), 2.0) == [
+    assert entry.sampled((91,), 2.0) == [
         Emit(91),
         Forward(Cancel(SESSION, EPOCH, 1)),
         Embed(1, 3, (91,)),

@@ -10,7 +10,7 @@ import pytest
 from meshllm.model.speculation.prompt_lookup import SuffixDrafting
 from meshllm.protocol.drafting.drafter import Drafter, Drafting
 from meshllm.protocol.drafting.window import DRAFTS
-from meshllm.protocol.session.actions import Pick
+from meshllm.protocol.session.actions import SampleTokens
 from meshllm.protocol.session.speculation import SURE, Speculation, Speculator, Steps
 from tests.builders.oracle import Oracle
 
@@ -66,7 +66,7 @@ class SlowDrafter:
 
 
 def after(
-    speculator: Speculator, clock: Clock, tokens: Sequence[int], job: Pick, **more: Any
+    speculator: Speculator, clock: Clock, tokens: Sequence[int], job: SampleTokens, **more: Any
 ) -> Steps:
     """Take tokens and draft, as a driver does."""
     steps = speculator.after(tokens, job, clock.now, **more)
@@ -74,9 +74,9 @@ def after(
     return steps
 
 
-def pick(pos: int, drafts: Sequence[int] = (), room: int = 99, **more: Any) -> Pick:
+def pick(pos: int, drafts: Sequence[int] = (), room: int = 99, **more: Any) -> SampleTokens:
     """Return a job for rows after ``pos`` tokens that leaves room for this number of drafts."""
-    return Pick(0, pos, None, tuple(drafts), pos + len(drafts) + 2 + room, **more)
+    return SampleTokens(0, pos, None, tuple(drafts), pos + len(drafts) + 2 + room, **more)
 
 
 def write(
@@ -91,7 +91,7 @@ def write(
         clock.now += STEP_S + ROW_S * len(drafts)
         come = TEXT[length : length + right + 1]
         limit = length + len(come) + 1 + room
-        drafts = of(after(speculator, clock, come, Pick(0, length, None, drafts, limit)))
+        drafts = of(after(speculator, clock, come, SampleTokens(0, length, None, drafts, limit)))
         length += len(come)
         drafted.append(len(drafts))
     return drafted, (clock.now - begin) / (length - 10)
@@ -114,7 +114,7 @@ def write_together(speculation: Speculation, clock: Clock, sessions: int) -> lis
             at = lengths[place]
             pairs = zip(drafts[place], TEXT[at:], strict=False)
             right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-            job = Pick(0, at, None, drafts[place], at + 99)
+            job = SampleTokens(0, at, None, drafts[place], at + 99)
             come = TEXT[at : at + right + 1]
             beside = {"sessions": sessions, "beside": sum(rows) - rows[place]}
             drafts[place] = of(after(speculator, clock, come, job, **beside))

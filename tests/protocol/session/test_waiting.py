@@ -11,7 +11,7 @@ from meshllm.protocol.kv_cache.admission import MAX_OPEN_SESSIONS, MAX_SESSIONS
 from meshllm.protocol.kv_cache.prefix_index import Chunk, PrefixHit
 from meshllm.protocol.planning.chunking import RankTimes, RingTimes, usual_pace
 from meshllm.protocol.planning.plan import LinkSpeed, Offer
-from meshllm.protocol.session.actions import Closed, Embed, Failed, GenerationTask, Pick
+from meshllm.protocol.session.actions import Closed, Embed, Failed, GenerationTask, SampleTokens
 from meshllm.protocol.session.blob import seal, session_key
 from meshllm.protocol.session.codec import MAX_POSITION, MAX_ROWS
 from meshllm.protocol.session.entry import Entry
@@ -105,8 +105,8 @@ class Fed:
                     actions += entry.computed(blob(session, len(tokens)), 0.0)
                 case Forward(message):
                     self.run(self.stage.receive(message, 0.0))
-                case Pick():
-                    actions += entry.picked((9,), 0.0)
+                case SampleTokens():
+                    actions += entry.sampled((9,), 0.0)
                 case Failed(text=text):
                     pytest.fail(text)
                 case _:

@@ -22,7 +22,7 @@ from meshllm.protocol.trust.credential import (
     Removal,
     Role,
     check,
-    found,
+    founder_credential,
     issue,
     remove,
 )
@@ -33,7 +33,7 @@ NOW = 1_800_000_000
 SALT = bytes(range(16))
 KEYS = [NodeKey(bytes([number]) * 32) for number in range(MAX_CHAIN + 2)]
 A, B, C, D = KEYS[:4]
-FOUNDED = found(A, SALT)
+FOUNDED = founder_credential(A, SALT)
 MESH = FOUNDED.mesh
 OF_B = issue(A, FOUNDED, B.node, Role.NODE)
 OF_C = issue(B, OF_B, C.node, Role.NODE, NOW + 60)
@@ -60,7 +60,7 @@ def refused(credential: Credential, node: NodeId, *gone: Removal, mesh: MeshId =
 
 def test_the_founder_is_a_member_by_its_key() -> None:
     assert check(FOUNDED, A.node, MESH, NOW, {}) is FOUNDED.role is Role.NODE
-    assert found(A, bytes(16)).mesh != MESH
+    assert founder_credential(A, bytes(16)).mesh != MESH
 
 
 def test_an_invited_key_is_a_member_in_its_role() -> None:
@@ -96,8 +96,8 @@ def changed(credential: Credential, **fields: Any) -> Credential:
     [
         (FOUNDED, B.node, "a member of another mesh"),
         (replace(FOUNDED, salt=bytes(16)), A.node, "another mesh"),
-        (found(B, SALT), B.node, "another mesh"),
-        (replace(found(B, SALT), mesh=MESH), B.node, "another mesh"),
+        (founder_credential(B, SALT), B.node, "another mesh"),
+        (replace(founder_credential(B, SALT), mesh=MESH), B.node, "another mesh"),
         (replace(OF_B, mesh=MeshId(bytes(16))), B.node, "another mesh"),
         (OF_B, C.node, "shows the credential of"),
         (OF_C, B.node, "shows the credential of"),
@@ -115,7 +115,7 @@ def test_a_false_credential_is_refused(credential: Credential, node: NodeId, wor
 
 
 def test_a_certificate_is_valid_for_one_mesh() -> None:
-    other = found(A, bytes(16))
+    other = founder_credential(A, bytes(16))
 
     moved = replace(OF_B, mesh=other.mesh, salt=bytes(16))
 

@@ -17,7 +17,7 @@ from meshllm.protocol.trust.credential import (
     Removal,
     Removals,
     Role,
-    found,
+    founder_credential,
     issue,
     remove,
 )
@@ -238,7 +238,7 @@ def test_the_welcome_reveals_the_mesh_but_the_ticket_does_not() -> None:
 
 def test_an_inviter_grants_a_membership_of_its_own_mesh_only() -> None:
     talk = Talk(AS_JOINER)
-    other = issue(OTHER, found(OTHER, bytes(16)), GUEST.node, Role.NODE)
+    other = issue(OTHER, founder_credential(OTHER, bytes(16)), GUEST.node, Role.NODE)
 
     welcome, _ = talk.listener.admit(other)
 
@@ -312,7 +312,11 @@ OF_GUEST = issue(GUEST, MEMBER, OTHER.node, Role.NODE)
         (LocalIdentity(OTHER, 1, MEMBER), {GUEST.node: REMOVAL}, "shows the credential of"),
         (LocalIdentity(OTHER, 1, MEMBER), {}, "shows the credential of"),
         (LocalIdentity(OTHER, 1, EXPIRED), {}, "expired"),
-        (LocalIdentity(OTHER, 1, replace(found(OTHER, bytes(16)), mesh=MESH)), {}, "another mesh"),
+        (
+            LocalIdentity(OTHER, 1, replace(founder_credential(OTHER, bytes(16)), mesh=MESH)),
+            {},
+            "another mesh",
+        ),
     ],
 )
 def test_a_former_member_receives_no_byte(

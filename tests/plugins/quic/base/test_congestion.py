@@ -22,7 +22,7 @@ from meshllm_quic.base.congestion import (
     Phase,
     reset_path,
 )
-from tests.plugins.quic.pipe import End, Pipe, Shape
+from tests.plugins.quic.pipe import End, Pipe, TrafficShape
 
 KIB = 1024
 MB = 1_000_000
@@ -30,8 +30,10 @@ MUCH = 30 * MB  # more than any of these links carries in time
 SIZE = 1200
 
 
-def shape(mbit: float, rtt_ms: float = 40.0, loss: float = 0.0, queue: int = 512 * KIB) -> Shape:
-    return Shape(mbit * MB / 8, rtt_ms / 2e3, loss, queue)
+def shape(
+    mbit: float, rtt_ms: float = 40.0, loss: float = 0.0, queue: int = 512 * KIB
+) -> TrafficShape:
+    return TrafficShape(mbit * MB / 8, rtt_ms / 2e3, loss, queue)
 
 
 def controller(end: End) -> Controller:
@@ -82,7 +84,7 @@ class Windows:
         (shape(1000, rtt_ms=0.4), 3 * MB, 0.6),  # delayed acknowledgements take much longer
     ],
 )
-def test_a_new_connection_uses_the_link(link: Shape, size: int, share: float) -> None:
+def test_a_new_connection_uses_the_link(link: TrafficShape, size: int, share: float) -> None:
     pipe = Pipe(link)
     one, other = pipe.connect(NAME)
 
@@ -132,7 +134,7 @@ def test_the_queue_stays_short(mbit: float) -> None:
         pytest.param(shape(20), 4, marks=pytest.mark.slow),
     ],
 )
-def test_flows_share_the_link_fairly(link: Shape, flows: int) -> None:
+def test_flows_share_the_link_fairly(link: TrafficShape, flows: int) -> None:
     pipe = Pipe(link)
     ends = []
     for _ in range(flows):
