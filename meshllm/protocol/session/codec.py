@@ -63,7 +63,7 @@ class _RingKind(IntEnum):
     """The second byte of a message."""
 
     HELLO = 1
-    BEAT = 2
+    HEARTBEAT = 2
     DATA = 3
     GAP = 4
     CANCEL = 5
@@ -77,7 +77,7 @@ class _RingKind(IntEnum):
 
 _LAYOUTS = {  # version and kind, then the fields of the message
     _RingKind.HELLO: Struct("<BB 32s I 32s"),  # then the group of the ring
-    _RingKind.BEAT: Struct("<BB Q Q Q"),
+    _RingKind.HEARTBEAT: Struct("<BB Q Q Q"),
     _RingKind.DATA: Struct("<BB 16s I I I I B"),  # then a blob: its header, digest and payload
     _RingKind.GAP: Struct("<BB 16s I I I"),
     _RingKind.CANCEL: Struct("<BB 16s I I"),
@@ -90,7 +90,7 @@ _LAYOUTS = {  # version and kind, then the fields of the message
 }
 _OF_SESSIONS = set(_RingKind) - {  # of all others, session and epoch are the first two fields
     _RingKind.HELLO,
-    _RingKind.BEAT,
+    _RingKind.HEARTBEAT,
     _RingKind.KV_OFFER,
     _RingKind.KV_ROWS,  # on a link of its own, on whose loss no session depends
 }
@@ -205,7 +205,7 @@ def _build(kind: _RingKind, fields: list[Any], rest: memoryview) -> Message:
             node, epoch, plan = fields
             named = Hello if kind is _RingKind.HELLO else KvOffer
             return named(NodeId(node), epoch, Digest(plan), _group(bytes(rest), kind))
-        case _RingKind.BEAT:
+        case _RingKind.HEARTBEAT:
             return Heartbeat(*fields)
         case _RingKind.DATA:
             return _data(fields, rest)

@@ -36,7 +36,7 @@ from tests.builders.waiting import until
 
 pytestmark = pytest.mark.socket
 
-ChatRequest = Callable[..., Result]
+Ask = Callable[..., Result]
 
 INVITER = NodeKey(bytes(32)).node
 PARSED = Ticket(INVITER, (), Role.CLIENT, 0, bytes(SECRET_BYTES))
@@ -44,7 +44,7 @@ TICKET = PARSED.encode()
 
 
 @pytest.fixture
-def ask() -> ChatRequest:
+def ask() -> Ask:
     """Run `meshllm chat` without passing a backend."""
 
     def invoke(*words: str) -> Result:
@@ -85,7 +85,7 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNode]:
     loop.close()
 
 
-def test_the_running_node_answers(ask: ChatRequest, node: FakeNode, local: FakeRing) -> None:
+def test_the_running_node_answers(ask: Ask, node: FakeNode, local: FakeRing) -> None:
     result = ask("chat", "--max-tokens", "9")
 
     assert (result.exit_code, result.stdout, result.stderr) == (0, "hello w\u2028rld\n", "")
@@ -94,7 +94,7 @@ def test_the_running_node_answers(ask: ChatRequest, node: FakeNode, local: FakeR
 
 @pytest.mark.parametrize("words", [("--quiet",), (), ("--model", "builtin")])
 def test_times_of_hops_have_the_names_and_ids_of_the_nodes(
-    ask: ChatRequest, node: FakeNode, words: tuple[str, ...]
+    ask: Ask, node: FakeNode, words: tuple[str, ...]
 ) -> None:
     status = node.report()
     known, named = status.nodes[0].short, status.nodes[1].short
@@ -112,7 +112,7 @@ def test_times_of_hops_have_the_names_and_ids_of_the_nodes(
 
 
 def test_an_answer_without_names_is_shown(
-    ask: ChatRequest, node: FakeNode, monkeypatch: pytest.MonkeyPatch
+    ask: Ask, node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def fail(_: NodeClient) -> None:
         raise TimedOut("The node did not answer")
@@ -123,7 +123,7 @@ def test_an_answer_without_names_is_shown(
     assert "  node-0  0:4 " in ask("chat", "--quiet", "--stats").stderr
 
 
-def test_the_mesh_that_reads_the_prompt_is_named(ask: ChatRequest, node: FakeNode) -> None:
+def test_the_mesh_that_reads_the_prompt_is_named(ask: Ask, node: FakeNode) -> None:
     node.entry = node_id(1)
 
     said, quiet = ask("chat"), ask("chat", "-q")
@@ -134,7 +134,7 @@ def test_the_mesh_that_reads_the_prompt_is_named(ask: ChatRequest, node: FakeNod
     assert (said.stdout, quiet.stdout, quiet.stderr) == (*["hello w\u2028rld\n"] * 2, "")
 
 
-def test_what_the_ring_waits_for_is_said(ask: ChatRequest, node: FakeNode) -> None:
+def test_what_the_ring_waits_for_is_said(ask: Ask, node: FakeNode) -> None:
     node.waits_for = "1 of 2 members\nare ready"
 
     said, quiet = ask("chat"), ask("chat", "-q")
@@ -152,7 +152,7 @@ def test_what_the_ring_waits_for_is_said(ask: ChatRequest, node: FakeNode) -> No
     ],
 )
 def test_the_node_of_a_ring_knows_best_what_it_waits_for(
-    ask: ChatRequest, node: FakeNode, monkeypatch: pytest.MonkeyPatch, own: str | None, cause: str
+    ask: Ask, node: FakeNode, monkeypatch: pytest.MonkeyPatch, own: str | None, cause: str
 ) -> None:
     status = node.report()
     ring = ServedRing(
@@ -171,14 +171,14 @@ def test_the_node_of_a_ring_knows_best_what_it_waits_for(
     assert ask("chat").stderr == f"waiting: {cause}\n"
 
 
-def test_a_provided_model_waits_for_no_ring(ask: ChatRequest, node: FakeNode) -> None:
+def test_a_provided_model_waits_for_no_ring(ask: Ask, node: FakeNode) -> None:
     node.provided, node.waits_for = (FOX,), "no plan yet"
 
     assert "waiting" not in ask("chat", "--model", "fox").stderr
 
 
 def test_a_provider_that_answers_in_place_of_a_ring_is_named(
-    ask: ChatRequest, node: FakeNode
+    ask: Ask, node: FakeNode
 ) -> None:
     node.beside, node.waits_for = (ProviderOffer("gpu"),), "no plan yet"
     forming = ask("chat").stderr
@@ -189,7 +189,7 @@ def test_a_provider_that_answers_in_place_of_a_ring_is_named(
 
 
 def test_a_name_with_a_precision_means_no_provider(
-    ask: ChatRequest, node: FakeNode, monkeypatch: pytest.MonkeyPatch
+    ask: Ask, node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node.beside, node.waits_for = (ProviderOffer("gpu"),), "no plan yet"
     status = node.report()
@@ -205,7 +205,7 @@ def test_a_name_with_a_precision_means_no_provider(
 
 
 def test_one_serving_replica_is_enough(
-    ask: ChatRequest, node: FakeNode, monkeypatch: pytest.MonkeyPatch
+    ask: Ask, node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forming, serving = (
         ServedRing(
@@ -261,13 +261,13 @@ def test_a_model_that_no_ring_serves_has_no_size(
     assert found == "the node of this machine"
 
 
-def test_a_mesh_without_an_entry_is_named(ask: ChatRequest, node: FakeNode) -> None:
+def test_a_mesh_without_an_entry_is_named(ask: Ask, node: FakeNode) -> None:
     node.entry = ""
 
     assert ask("chat").stderr.endswith("it goes to mesh 4fa1c09b2d7e\n")
 
 
-def test_the_reported_model_is_that_of_the_mesh(ask: ChatRequest, node: FakeNode) -> None:
+def test_the_reported_model_is_that_of_the_mesh(ask: Ask, node: FakeNode) -> None:
     node.served = "mesh/model"
 
     result = ask("chat", "--json")
@@ -276,7 +276,7 @@ def test_the_reported_model_is_that_of_the_mesh(ask: ChatRequest, node: FakeNode
 
 
 def test_a_name_of_another_machine_does_not_control_the_terminal(
-    ask: ChatRequest, node: FakeNode
+    ask: Ask, node: FakeNode
 ) -> None:
     name = "fox\x1b]0;moo\x07\n"
     node.provided = (replace(FOX, name=name),)
@@ -289,7 +289,7 @@ def test_a_name_of_another_machine_does_not_control_the_terminal(
     assert [each.model for each in node.requests] == [name]
 
 
-def test_a_model_of_a_provider_is_asked_for(ask: ChatRequest, node: FakeNode) -> None:
+def test_a_model_of_a_provider_is_asked_for(ask: Ask, node: FakeNode) -> None:
     node.provided = (FOX,)
 
     result, other = ask("chat", "--model", "fox"), ask("chat", "--model", "cow")
@@ -300,7 +300,7 @@ def test_a_model_of_a_provider_is_asked_for(ask: ChatRequest, node: FakeNode) ->
 
 
 def test_the_node_in_use_is_logged(
-    ask: ChatRequest, node: FakeNode, caplog: pytest.LogCaptureFixture
+    ask: Ask, node: FakeNode, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO", "meshllm"):
         ask("chat")
@@ -308,7 +308,7 @@ def test_the_node_in_use_is_logged(
     assert "using the node at" in caplog.text
 
 
-def test_an_error_of_the_node_keeps_its_exit_code(ask: ChatRequest, node: FakeNode) -> None:
+def test_an_error_of_the_node_keeps_its_exit_code(ask: Ask, node: FakeNode) -> None:
     node.fails_at = 1
 
     result = ask("chat")
@@ -316,13 +316,13 @@ def test_an_error_of_the_node_keeps_its_exit_code(ask: ChatRequest, node: FakeNo
     assert (result.exit_code, result.stderr) == (1, "error: It broke\nhint: mend it\n")
 
 
-def test_without_a_node_a_ring_runs_in_this_process(ask: ChatRequest, local: FakeRing) -> None:
+def test_without_a_node_a_ring_runs_in_this_process(ask: Ask, local: FakeRing) -> None:
     assert ask("chat").stdout == "You said: hi\n"
 
 
 @pytest.mark.parametrize("words", [(), ("--nodes", "2")])
 def test_a_ring_in_this_process_has_the_first_model_of_the_settings(
-    ask: ChatRequest, local: FakeRing, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+    ask: Ask, local: FakeRing, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:
     monkeypatch.setenv("MESHLLM_MODEL", "first, second")
 
@@ -332,7 +332,7 @@ def test_a_ring_in_this_process_has_the_first_model_of_the_settings(
     assert local.settings.model == json.loads(result.stdout)["model"] == "first"
 
 
-def test_a_ring_in_this_process_has_no_state_folder(ask: ChatRequest, local: FakeRing) -> None:
+def test_a_ring_in_this_process_has_no_state_folder(ask: Ask, local: FakeRing) -> None:
     result = ask("chat", "--nodes", "2", "--state", "there")
 
     assert (result.exit_code, local.settings) == (2, None)
@@ -346,11 +346,11 @@ def test_a_ring_in_this_process_has_no_state_folder(ask: ChatRequest, local: Fak
         ("file/below", "State folder `{}` cannot be used: not a directory"),
         ("link", "State folder `{}` cannot be used: too many levels of symbolic links"),
         ("others", "State folder `{}` cannot be used: it belongs to another user"),
-        ("x" * 100, "Socket path `{}/api_server.sock` is too long"),
+        ("x" * 100, "Socket path `{}/api.sock` is too long"),
     ],
 )
 def test_a_state_folder_that_cannot_be_used_is_refused(
-    ask: ChatRequest,
+    ask: Ask,
     local: FakeRing,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -371,7 +371,7 @@ def test_a_state_folder_that_cannot_be_used_is_refused(
 
 
 def test_a_state_folder_without_a_node_is_not_an_error(
-    ask: ChatRequest, local: FakeRing, tmp_path: Path
+    ask: Ask, local: FakeRing, tmp_path: Path
 ) -> None:
     (tmp_path / "empty").mkdir()
 
@@ -388,7 +388,7 @@ def test_a_state_folder_without_a_node_is_not_an_error(
 
 
 def test_a_stopped_node_of_a_mesh_is_named(
-    ask: ChatRequest, local: FakeRing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ask: Ask, local: FakeRing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MESHLLM_STATE", raising=False)
     monkeypatch.setattr("meshllm.config.user_state_path", lambda *_, **__: tmp_path)
@@ -400,7 +400,7 @@ def test_a_stopped_node_of_a_mesh_is_named(
 
 
 def test_a_usual_state_folder_that_may_not_be_searched_does_not_matter(
-    ask: ChatRequest, local: FakeRing, monkeypatch: pytest.MonkeyPatch
+    ask: Ask, local: FakeRing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stat = os.stat
 
@@ -416,7 +416,7 @@ def test_a_usual_state_folder_that_may_not_be_searched_does_not_matter(
 
 
 def test_a_usual_state_folder_that_cannot_be_used_does_not_matter(
-    ask: ChatRequest, local: FakeRing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ask: Ask, local: FakeRing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.delenv("MESHLLM_STATE", raising=False)
@@ -426,7 +426,7 @@ def test_a_usual_state_folder_that_cannot_be_used_does_not_matter(
 
 
 def test_nodes_runs_a_ring_in_this_process(
-    ask: ChatRequest, node: FakeNode, local: FakeRing
+    ask: Ask, node: FakeNode, local: FakeRing
 ) -> None:
     result = ask("chat", "--nodes", "2", "--model", "m")
 
@@ -451,7 +451,7 @@ def test_nodes_runs_a_ring_in_this_process(
     ],
 )
 def test_a_flag_that_contradicts_the_running_node_is_refused(
-    ask: ChatRequest, node: FakeNode, words: tuple[str, ...], message: str
+    ask: Ask, node: FakeNode, words: tuple[str, ...], message: str
 ) -> None:
     result = ask("chat", *words)
 
@@ -459,11 +459,11 @@ def test_a_flag_that_contradicts_the_running_node_is_refused(
     assert result.stderr.startswith(f"error: {message}\nhint: omit ")
 
 
-def test_the_model_of_the_mesh_is_accepted(ask: ChatRequest, node: FakeNode) -> None:
+def test_the_model_of_the_mesh_is_accepted(ask: Ask, node: FakeNode) -> None:
     assert ask("chat", "--model", "builtin").exit_code == 0
 
 
-def test_a_mesh_without_a_model_yet_is_used(ask: ChatRequest, node: FakeNode) -> None:
+def test_a_mesh_without_a_model_yet_is_used(ask: Ask, node: FakeNode) -> None:
     node.served = None
 
     assert ask("chat", "--model", "builtin").exit_code == 0
@@ -486,7 +486,7 @@ def thin(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Path]]:
 
 
 def test_a_ticket_makes_it_a_client(
-    ask: ChatRequest, node: FakeNode, thin: list[tuple[str, Path]], home: Path
+    ask: Ask, node: FakeNode, thin: list[tuple[str, Path]], home: Path
 ) -> None:
     result = ask("chat", "--join", TICKET)
 
@@ -494,7 +494,7 @@ def test_a_ticket_makes_it_a_client(
     assert thin == [(TICKET, home / "s")]
 
 
-def test_a_client_can_ask_for_a_model(ask: ChatRequest, thin: list[tuple[str, Path]]) -> None:
+def test_a_client_can_ask_for_a_model(ask: Ask, thin: list[tuple[str, Path]]) -> None:
     result = ask("chat", "--join", TICKET, "--model", "fox", "--json")
     other = ask("chat", "--join", TICKET, "--json")
 
@@ -502,7 +502,7 @@ def test_a_client_can_ask_for_a_model(ask: ChatRequest, thin: list[tuple[str, Pa
     assert json.loads(other.stdout)["model"] is None  # the mesh chooses it
 
 
-def test_the_mesh_of_a_ticket_is_named(ask: ChatRequest, thin: list[tuple[str, Path]]) -> None:
+def test_the_mesh_of_a_ticket_is_named(ask: Ask, thin: list[tuple[str, Path]]) -> None:
     said, quiet = ask("chat", "--join", TICKET), ask("chat", "--join", TICKET, "--quiet")
 
     assert said.stderr == (
@@ -517,7 +517,7 @@ def test_the_mesh_of_a_ticket_is_named(ask: ChatRequest, thin: list[tuple[str, P
     [(Role.CLIENT, 1, 5, "The ticket has expired"), (Role.NODE, 0, 2, "The ticket is for a node")],
 )
 def test_a_ticket_of_no_use_is_refused_before_the_prompt_leaves(
-    ask: ChatRequest,
+    ask: Ask,
     thin: list[tuple[str, Path]],
     role: Role,
     expires_s: int,
@@ -532,7 +532,7 @@ def test_a_ticket_of_no_use_is_refused_before_the_prompt_leaves(
 
 
 def test_an_expired_ticket_that_was_used_here_may_still_serve(
-    ask: ChatRequest, thin: list[tuple[str, Path]], home: Path, monkeypatch: pytest.MonkeyPatch
+    ask: Ask, thin: list[tuple[str, Path]], home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MESHLLM_STATE", str(home / "s"))
     late = replace(PARSED, expires_s=1)
@@ -543,7 +543,7 @@ def test_an_expired_ticket_that_was_used_here_may_still_serve(
 
 
 def test_a_project_file_cannot_send_the_prompt_away(
-    ask: ChatRequest, thin: list[tuple[str, Path]], local: FakeRing, home: Path
+    ask: Ask, thin: list[tuple[str, Path]], local: FakeRing, home: Path
 ) -> None:
     (home / "meshllm.toml").write_text(f'join = "{TICKET}"')
 
@@ -554,7 +554,7 @@ def test_a_project_file_cannot_send_the_prompt_away(
 
 
 def test_a_ticket_in_the_environment_is_used_beside_a_node(
-    ask: ChatRequest, node: FakeNode, thin: list[tuple[str, Path]], monkeypatch: pytest.MonkeyPatch
+    ask: Ask, node: FakeNode, thin: list[tuple[str, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MESHLLM_JOIN", TICKET)
 
@@ -564,7 +564,7 @@ def test_a_ticket_in_the_environment_is_used_beside_a_node(
 
 
 def test_a_ticket_of_a_node_in_the_environment_is_not_asked(
-    ask: ChatRequest, node: FakeNode, thin: list[tuple[str, Path]], monkeypatch: pytest.MonkeyPatch
+    ask: Ask, node: FakeNode, thin: list[tuple[str, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MESHLLM_JOIN", replace(PARSED, role=Role.NODE).encode())
 
@@ -574,7 +574,7 @@ def test_a_ticket_of_a_node_in_the_environment_is_not_asked(
 
 
 def test_a_ticket_in_the_environment_is_used_without_a_node(
-    ask: ChatRequest, thin: list[tuple[str, Path]], monkeypatch: pytest.MonkeyPatch
+    ask: Ask, thin: list[tuple[str, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MESHLLM_JOIN", TICKET)
 
@@ -591,7 +591,7 @@ def test_a_ticket_in_the_environment_is_used_without_a_node(
     ],
 )
 def test_a_flag_without_effect_for_a_client_is_refused(
-    ask: ChatRequest, thin: list[tuple[str, Path]], words: tuple[str, ...], message: str
+    ask: Ask, thin: list[tuple[str, Path]], words: tuple[str, ...], message: str
 ) -> None:
     result = ask("chat", "--join", TICKET, *words)
 
