@@ -124,7 +124,7 @@ class Settings:
     replicas: int | None = None
     """Rings of the model, if nodes suffice; they may share nodes."""
     auto: bool = False
-    """Hold the model that lacks memory most; ignore `model`."""
+    """Hold the model that lacks nodes most; ignore `model`."""
     keep: str = "10m"
     """Keep a model in memory at least this long after a request."""
     exclude: str | None = None
@@ -162,7 +162,7 @@ class Settings:
     debug: bool = False
     """Show the traceback of an error."""
     max_tokens: int | None = None
-    """Most tokens of an answer; no limit when not set."""
+    """Maximum tokens of an answer; no limit when not set."""
     sampling: Sampling = field(default_factory=Sampling)
     unset: frozenset[str] = frozenset((*MODEL_SAMPLING, "seed"))
     """Sampling parameters that are not set: the model recommends them, and a seed is drawn."""

@@ -143,8 +143,8 @@ class Request:
     """A prompt that is used verbatim, without the chat template."""
     sampling: Sampling = field(default_factory=Sampling)
     max_tokens: int | None = None
-    """Most tokens of an answer; 0 only counts those of a prompt. None leaves its end to the model,
-    within the context and a part of the memory for KV caches."""
+    """Maximum tokens of an answer; 0 only counts those of a prompt. None leaves its end to the
+    model, within the context and a part of the memory for KV caches."""
     stop: tuple[str, ...] = ()
     """Stop strings: they end the answer and are not part of it."""
     given: tuple[int, ...] = ()
@@ -170,7 +170,7 @@ class Request:
     effort: str | None = None
     """How long to reason, for models whose chat template takes it: `low`, `medium`, `high`."""
     max_reasoning: int | None = None
-    """Most tokens of reasoning: the reasoning is closed then, and the answer begins."""
+    """Maximum tokens of reasoning: the reasoning is closed then, and the answer begins."""
     model: str = ""
     """Whose answer it is; empty for the model of the ring."""
     trusted: tuple[str, ...] | None = None
@@ -206,7 +206,7 @@ class Request:
     """The ring that answers, as the hex digits of its id, none for the first of a mesh. An ingress
     names it to the entry, and ignores what others say; None leaves the choice to the entry."""
     bound: int | None = None
-    """Most tokens of an answer without `max_tokens`: what is left of a client's daily quota."""
+    """Maximum tokens of an answer without `max_tokens`: what is left of a client's daily quota."""
 
     @property
     def computes(self) -> bool:
@@ -343,9 +343,9 @@ class Resumable:
     key: str
     """In hexadecimal; only the entry and those that hold the tokens of the answer know it."""
     stops: tuple[int, ...]
-    """First position behind each chunk."""
+    """First position after each chunk."""
     steps: tuple[int, ...] = ()
-    """Those of them behind decode steps; the others are behind chunks of a prompt."""
+    """Those of them after decode steps; the others are after chunks of a prompt."""
     held: int | None = None
     """Positions that every rank holds; None are those of all tokens but the last."""
     cached: int = 0
@@ -391,7 +391,7 @@ class Written:
         self._calls: list[tuple[str, list[str]]] = []
 
     def add(self, piece: Piece) -> None:
-        """Append a piece; a delta behind the next call is ignored.
+        """Append a piece; a delta after the next call is ignored.
 
         What is empty is not stored: a peer may send any number of it.
         """

@@ -57,7 +57,7 @@ class ProviderOffer:
     precision: str = ""
     """Empty if unknown."""
     context: int = 0
-    """Most tokens of a prompt and its answer; 0 if unknown."""
+    """Maximum tokens of a prompt and its answer; 0 if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class ModelStatus:
     quant: str
     """Quantisation of the weights; `none` is as stored."""
     context: int = 0
-    """Most tokens of a prompt and its answer; of several providers, the fewest."""
+    """Maximum tokens of a prompt and its answer; of several providers, the fewest."""
     fingerprint: str = ""
     """Identifies weights, data type and quantisation; empty if unknown."""
     providers: tuple[str, ...] = ()

@@ -35,7 +35,7 @@ class ApiServerPort(ModelPort, Protocol):
         """Plan with other terms; nothing moves.
 
         Raises:
-            Busy: another trial runs, or there is nothing to plan yet.
+            Busy: another trial runs, or planning is not possible yet.
             UserError: a term is invalid.
         """
 

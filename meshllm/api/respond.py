@@ -190,7 +190,7 @@ async def within(
         except TimeoutError:
             raise TimedOut(
                 f"The answer was not complete within {limit_s:g} s, the deadline of {whose}",
-                hint="ask for a shorter answer, or with a later deadline",
+                hint="request a shorter answer, or set a later deadline",
             ) from None
 
 

@@ -73,7 +73,7 @@ def default_threads() -> int:
 
 @contextmanager
 def using_threads(threads: int | None) -> Iterator[None]:
-    """Let torch use so many threads in the block; None is as many as `default_threads`."""
+    """Let torch use this many threads in the block; None is as many as `default_threads`."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads or default_threads())
     try:

@@ -26,7 +26,7 @@ _CPU = frozenset(
         "Features",
     )
 )
-"""Lines of `/proc/cpuinfo` that tell the kind of the CPU and its features."""
+"""Lines of `/proc/cpuinfo` that identify the model of the CPU and its features."""
 
 
 @cache

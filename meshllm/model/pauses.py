@@ -1,8 +1,8 @@
-"""Pauses of what takes long on the compute thread: steps of running answers are computed in them.
+"""Pauses in long jobs on the compute thread, in which running answers compute their steps.
 
-Loading a model, checking and timing it take a second and more. They are sequences of short parts,
-and call `pause` between two of them. Who runs them on the compute thread says with `pausing` what
-happens then. It may compute anything, except for what the parts are doing.
+Loading, checking or timing a model takes a second or more. Such a job is a sequence of short parts,
+and calls `pause` between two of them. Its caller sets with `pausing` what runs at each pause, which
+may be anything but what the parts themselves do.
 """
 
 from collections.abc import Callable, Iterator

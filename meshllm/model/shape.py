@@ -150,7 +150,7 @@ def process_memory() -> int:
 
 
 def absent_bytes(ranges: Iterable[tuple[int, int]]) -> int:
-    """Return how many bytes between addresses are not in memory; 0 if the system does not tell.
+    """Count the bytes between addresses that are not in memory; 0 if the system does not report it.
 
     It takes about 1 ms per GB.
     """

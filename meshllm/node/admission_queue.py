@@ -31,7 +31,7 @@ class AdmissionQueue:
         """Wait for admission, see `Admission.ask`; hold it inside the context.
 
         Raises:
-            ContextTooLong: so many tokens would not fit on an empty ring.
+            ContextTooLong: this many tokens would not fit on an empty ring.
             Busy: the queue is full.
             MeshError: the error of `end`.
         """
@@ -47,7 +47,7 @@ class AdmissionQueue:
             self._let_in(self._admission.leave(session, loop_time()))
 
     def grow(self, session: SessionId, tokens: int, grown: Callable[[], None]) -> None:
-        """Call ``grown`` once there is room for so many tokens of a session that is admitted.
+        """Call ``grown`` once there is room for this many tokens of a session that is admitted.
 
         See `Admission.grow`.
         """
@@ -65,7 +65,7 @@ class AdmissionQueue:
         return self._admission.is_idle(loop_time())
 
     def resize(self, totals: Sequence[int]) -> bool:
-        """Give each rank so many bytes, if what runs and waits fits; return whether it does."""
+        """Give each rank this many bytes, if what runs and waits fits; return whether it does."""
         admitted = self._admission.resize(totals, loop_time())
         if admitted is None:
             return False

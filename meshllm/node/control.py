@@ -81,7 +81,7 @@ class NodeControl:
         """Plan with other terms, off the event loop; nothing moves."""
         view = self.snapshot()
         if view.agreement is None:
-            raise Busy("There is nothing to plan yet", hint="the mesh is forming; try again")
+            raise Busy("Planning is not possible yet", hint="the mesh is forming; try again")
         if self._trial.locked():
             raise Busy("A plan is being tried out", hint="try again")
         wanted = _trial_terms(view, terms)

@@ -1,4 +1,4 @@
-"""The event loop of a node: what has arrived is read before a timer fires.
+"""The event loop of a node: after a suspension it reads its sockets before overdue timers fire.
 
 After a stop of the process (Ctrl-Z, SIGSTOP, a suspended virtual machine), `asyncio` calls the
 timers that are overdue before it reads what its sockets received meanwhile, and peers or clients

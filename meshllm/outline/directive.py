@@ -37,7 +37,7 @@ class Directive:
     points: str
     """What a point of such an answer is."""
     read: Callable[[str, int], Sequence[Point]] = read_points
-    """Returns the points of an outline, at most so many."""
+    """Returns the points of an outline, at most this many."""
     outline_text: str = _OUTLINE
     """Asks for an outline, see the placeholders of the default."""
     expand_text: str = _EXPAND

@@ -12,7 +12,7 @@ MAX_POINTS = 8
 """Of an answer; each reads the prompt again."""
 MIN_TOKENS = 128  # two points of a sentence or two, and their outline
 MIN_LONG_TOKENS = 256  # below, an answer is not long
-SEARCHED_CHARS = 8192  # at each end of a text: what is asked is before or behind long material
+SEARCHED_CHARS = 8192  # at each end of a text: what is asked is before or after long material
 
 _NEVER = re.compile(
     r"\b(?:code|coding|function|script|program|regex|sql|python|java|javascript|typescript"

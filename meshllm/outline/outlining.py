@@ -33,7 +33,7 @@ class Outlining:
 
     @property
     def asked(self) -> Request:
-        """The request of the outline; it ends behind the most points that fit."""
+        """The request of the outline; it ends after the most points that fit."""
         most = min(MAX_OUTLINE_TOKENS, most_tokens(self.request) // 4)
         stop = (f"\n{self._most + 1}.",)
         return replace(self.request, turns=self._turns, max_tokens=most, stop=stop, max_reasoning=0)

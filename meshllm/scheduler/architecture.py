@@ -80,7 +80,7 @@ class Architecture:
         text = config.get("text_config", config)
         if not isinstance(text, Mapping) or text.get("kv_lora_rank"):
             raise UserError(
-                f"The operators of `{name}` are unknown: its attention is latent or not described",
+                f"The operators of `{name}` are unknown: its attention is latent or unknown",
                 hint="measure it on its machines, and plan with `ring plan --nodes`",
             )
         kinds, sparse = text.get("layer_types") or [], text.get("decoder_sparse_step") or 1
@@ -188,9 +188,9 @@ class Architecture:
 
 
 def _dtypes(*configs: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the data types of a mesh that a `config.json` tells, in the order of precedence."""
-    told = (str(each.get(key)) for each in configs for key in ("dtype", "torch_dtype"))
-    return (each for each in told if each in _DTYPES)
+    """Yield the data types of a mesh that a `config.json` states, in the order of precedence."""
+    stated = (str(each.get(key)) for each in configs for key in ("dtype", "torch_dtype"))
+    return (each for each in stated if each in _DTYPES)
 
 
 def _first(name: str, config: Mapping[str, Any], keys: tuple[str, ...]) -> int:

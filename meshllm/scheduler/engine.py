@@ -109,7 +109,7 @@ class ReplicaEngine:
         self._contention = contention
         self._batches: Callable[[int], tuple[_Batch, ...]] = cache(self._all_batches)
         self.prefill: Callable[[int], Prefill] = cache(self._prefill)
-        """Return the prefill of a prompt of so many tokens."""
+        """Return the prefill of a prompt of this many tokens."""
 
     def decode(self, sessions: int, cached: float) -> Period:
         """Return the period of ``sessions`` with ``cached`` tokens in all, and no prefill."""

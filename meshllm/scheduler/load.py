@@ -88,7 +88,7 @@ class ModelLoad:
 
 
 def sample(loads: Sequence[ModelLoad], requests: int, seed: int = 1) -> list[Arrival]:
-    """Draw about so many requests for all models, in order of time.
+    """Draw about this many requests for all models, in order of time.
 
     If a model would get fewer than `LEAST`, it is up to `MAX_LONGER` times as many, because what
     happens to a rare model counts too.

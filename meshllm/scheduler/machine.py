@@ -1,8 +1,8 @@
 """Machines by their measured times or peak speeds, and the cost tables that these give.
 
-Of a machine with a measured cost table that table counts. For another model its entries are scaled
-as the rooflines of both models differ for so many rows, at the speeds that the table shows. Without
-one, each operator takes as long as its roofline.
+A measured cost table takes precedence. For another model its entries are scaled by the ratio of
+both models' rooflines at that number of rows, at the speeds that the table shows. Without one, each
+operator takes as long as its roofline.
 
 A machine with several devices computes each layer on all of them (tensor parallelism): it is as
 fast as all together, apart from two all-reduces per layer.

@@ -166,7 +166,7 @@ class Options:
 def _holding(
     kinds: Mapping[int, tuple[int, int]], size: int, layers: int
 ) -> Iterator[tuple[int, ...]]:
-    """Yield the mixes of so many machines that hold so many layers together.
+    """Yield the mixes of this many machines that hold this many layers together.
 
     Each kind has the layers that a machine holds, those with the most first, and its machines.
     """

@@ -12,10 +12,10 @@ _BUSY = 0.95  # of the capacity, from which on queues get long
 def why_slower(workload: Workload, best: Assessment, other: Assessment) -> str:
     """Return one clause about the model that the other placement serves worse.
 
-    Both are judged by one draw of the load; placements are chosen by several.
+    Both are judged by one random sample of the load; placements are chosen by several.
     """
     if other.mean_s < best.mean_s * (1 - _SAME):
-        return "it is faster in this draw of the load, but not in several"
+        return "it is faster for this random sample of the load, but not for several"
     if other.mean_s <= best.mean_s * (1 + _SAME):
         more = other.machines - best.machines
         return f"it is as fast with {more} more of the machines" if more > 0 else "it is as fast"

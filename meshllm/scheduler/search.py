@@ -189,7 +189,7 @@ def _free(options: Options, chosen: Sequence[int]) -> Uses:
 
 
 def fits(uses: Uses, free: Uses) -> bool:
-    """Return whether so many machines of each kind are free."""
+    """Return whether this many machines of each kind are free."""
     return all(use <= have for use, have in zip(uses, free, strict=True))
 
 

@@ -31,7 +31,7 @@ class Buckets:
         """In hexadecimal; a bucket that is not full has none."""
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Append tokens; those behind `MAX_BUCKETS` are counted only."""
+        """Append tokens; those after `MAX_BUCKETS` are counted only."""
         self.count += len(tokens)
         self._rest += tokens
         full = len(self._rest) // BUCKET * BUCKET

@@ -55,7 +55,7 @@ class MadeUpPrompts:
             self._note(line.ids[-1], tokens[whole : whole + BUCKET])
 
     def _continue(self, last: str, seed: str, count: int, shared: int) -> tuple[int, ...]:
-        """Make ``count`` tokens behind a bucket; those ``shared`` are of another continuation."""
+        """Make ``count`` tokens after a bucket; those ``shared`` are of another continuation."""
         other = self._next.get(last, ())
         kept = other[: max(0, min(shared, BUCKET - 1, count))]
         made = shake_128(self._salt + seed.encode()).digest(count)[len(kept) :]

@@ -40,7 +40,7 @@ class TraceLine:
     sampling: dict[str, float] = field(default_factory=dict)
     """Sampling parameters that the request sets, but the seed."""
     buckets: str | None = None
-    """Ids of the whole buckets of the prompt and, if it ended, of the answer behind it, in order:
+    """Ids of the whole buckets of the prompt and, if it ended, of the answer after it, in order:
     the next prompt of a chat begins with both. None if the tokens are not known here."""
 
     @property

@@ -65,7 +65,7 @@ class LanedLink:
         self._messages_received = self._bytes_received = 0
 
     async def send(self, message: Sequence[Buffer], channel: Channel = Channel.DATA) -> None:
-        """Send a message; wait for credit, behind all senders that already wait."""
+        """Send a message; wait for credit, after all senders that already wait."""
         size = checked_size(message)
         if self._end is not None or not await self._senders[channel].send(message, size):
             raise self._lost()

@@ -78,7 +78,7 @@ class Outgoing:
 
     def _refuse_small(self, credit: int) -> None:
         if credit or self._is_accepted:
-            raise PeerFault(f"Returned credit {credit} B is of no message")
+            raise PeerFault(f"Returned credit {credit} B is less than that of any message")
         self._is_accepted = True
 
     def next_piece(self) -> tuple[bytes, memoryview | bytes] | None:

@@ -11,7 +11,7 @@ class SendTurns(Generic[T]):
     """The senders of one channel, first come, first served."""
 
     def __init__(self, has_room: Callable[[int], bool], admit: Callable[[T, int], None]) -> None:
-        """Send a message by ``admit``, with its size, once ``has_room`` for so many bytes."""
+        """Send a message by ``admit``, with its size, once ``has_room`` for this many bytes."""
         self._has_room = has_room
         self._admit = admit
         self._waiters: dict[asyncio.Future[bool], tuple[T, int]] = {}

@@ -61,7 +61,7 @@ class Pipe:
         return self._shaper.bytes_per_s if self._shaper else None
 
     async def put(self, channel: Channel, message: bytes) -> None:
-        """Send a message; wait for room, behind all senders that already wait."""
+        """Send a message; wait for room, after all senders that already wait."""
         if self._sealed or not await self._senders[channel].send(message, len(message)):
             raise self._lost()
 

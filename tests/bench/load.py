@@ -47,7 +47,7 @@ class Row:
     tokens: int
     tokens_per_second: float
     fairness: float
-    """Most tokens of a client divided by the least."""
+    """Maximum tokens of a client divided by the least."""
     slowest_ttft_s: float
     errors: dict[str, int]
 

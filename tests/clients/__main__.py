@@ -35,7 +35,7 @@ class Client:
     needs_torch: bool = False
     """Whether it uses the packages of this environment that it does not install itself."""
     calls_s: int = 300
-    """Most seconds that its calls take."""
+    """Maximum seconds that its calls take."""
 
 
 CLIENTS = (

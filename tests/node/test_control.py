@@ -217,7 +217,7 @@ async def test_a_trial_of_an_unknown_node_is_refused(node: Owned) -> None:
 async def test_before_the_mesh_has_formed_there_is_nothing_to_try(node: Owned) -> None:
     node.see(agreement=None)
 
-    with pytest.raises(Busy, match="nothing to plan"):
+    with pytest.raises(Busy, match="not possible yet"):
         await node.control.try_plan(PlanTerms())
 
 

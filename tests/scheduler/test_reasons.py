@@ -67,5 +67,5 @@ def test_a_placement_that_is_faster_by_one_draw_is_not_said_to_be_as_fast() -> N
     other = replace(BEST, mean_s=0.95 * BEST.mean_s)
 
     assert why_slower(BOTH, BEST, other) == (
-        "it is faster in this draw of the load, but not in several"
+        "it is faster for this random sample of the load, but not for several"
     )

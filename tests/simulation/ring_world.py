@@ -112,9 +112,9 @@ class Weather:
     """A trip takes up to 8 s and more, so the shorter one restarts for nothing."""
     idle_s: float = END
     drafts: int = 3
-    """Most draft tokens in a step; some are right."""
+    """Maximum draft tokens in a step; some are right."""
     steps: int = 1
-    """Most draft steps in flight; several need links that neither lose nor reorder."""
+    """Maximum draft steps in flight; several need links that neither lose nor reorder."""
     follow: float = 0.6
     """Probability that another session resumes a finished one."""
     misses: float = 0.05

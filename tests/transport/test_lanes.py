@@ -123,12 +123,12 @@ def test_a_message_longer_than_the_credit_passes_if_half_of_it_is_free() -> None
 def test_credit_of_no_message_is_a_fault_but_for_one_of_nothing() -> None:
     outgoing = Outgoing()
     put(outgoing, bytes(HALF))
-    with pytest.raises(PeerFault, match="255 B is of no message"):
+    with pytest.raises(PeerFault, match="255 B is less than that of any message"):
         outgoing.receive_credit(DATA, MESSAGE_COST - 1)
 
     outgoing.receive_credit(DATA, 0)
 
-    with pytest.raises(PeerFault, match="0 B is of no message"):
+    with pytest.raises(PeerFault, match="0 B is less than that of any message"):
         outgoing.receive_credit(DATA, 0)
 
 

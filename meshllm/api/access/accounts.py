@@ -80,9 +80,9 @@ class KeyLimits:
     trust: tuple[str, ...] = ()
     """Names or ids of the only nodes that may see its requests."""
     deadline_s: int | None = None
-    """Most seconds for an answer."""
+    """Maximum seconds for an answer."""
     max_reasoning: int | None = None
-    """Most tokens of reasoning of an answer."""
+    """Maximum tokens of reasoning of an answer."""
 
 
 @dataclass(frozen=True, slots=True)

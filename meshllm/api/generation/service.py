@@ -111,7 +111,7 @@ class Service:
             return [found, *sorted(others, key=lambda it: -bits_of(it.weight_precision))]
         if not of_all:  # such as while a node that has just started loads
             raise Refused("No model is served yet", LATER, hint="see `meshllm ring status`")
-        listed = ", ".join(f"`{each.name}`" for each in served) or "nothing to this key"
+        listed = ", ".join(f"`{each.name}`" for each in served) or "no model to this key"
         raise Refused(
             f"The model `{name[:100]}` is not served here",
             Failure(404, INVALID, "model_not_found", "model"),
@@ -120,7 +120,7 @@ class Service:
 
     @contextmanager
     def receiving(self, key: ApiKey | None) -> Iterator[Callable[[int], None]]:
-        """Yield what counts so many bytes of a body of a key, until the context ends.
+        """Yield a function that reserves bytes of a body of a key, until the context ends.
 
         It raises `Busy` for too many bytes of bodies that arrive, or wait to be read.
         """
@@ -289,7 +289,7 @@ def _asker(key: ApiKey | None) -> str | None:
 
 
 def _fitting(model: ModelStatus, asked: Request) -> Request:
-    """Return the request, if what answers takes so many token ids; the entry checks texts.
+    """Return the request, if what answers takes this many token ids; the entry checks texts.
 
     Raises:
         ContextTooLong: the only ring or provider does not.

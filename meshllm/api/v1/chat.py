@@ -116,7 +116,7 @@ class Chat(GenerationFields):
     top_logprobs: int | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     max_reasoning_tokens: int | None = None
-    """Not of OpenAI: the reasoning is closed behind so many tokens."""
+    """An extension of meshllm: the reasoning ends after this many tokens."""
     chat_template_kwargs: TemplateOptions | None = None
     meshllm: Extension | None = None
 

@@ -168,9 +168,9 @@ class _ChatSocket:
             if running:  # else it has just ended
                 await self._cancel(wanted.id, running)
         elif running:
-            await self._fail(wanted.id, UserError(f"The ask `{wanted.id}` is in progress"))
+            await self._fail(wanted.id, UserError(f"The request `{wanted.id}` is in progress"))
         elif len(self.answers) == MAX_CHATS:
-            text = f"This connection has {MAX_CHATS} asks in progress, its limit"
+            text = f"This connection has {MAX_CHATS} requests in progress, its limit"
             await self._fail(wanted.id, Refused(text, _TOO_MANY))
         else:
             answer = self.answers[wanted.id] = group.create_task(self._answer(wanted))
@@ -230,7 +230,7 @@ class _ChatSocket:
             if getattr(body, name) is not None:
                 raise WrongField(name, f"`{name}` has no effect on a WebSocket")
         if body.choices != 1:
-            raise WrongField("n", f"`n` is {body.n}, not 1: ask several times")
+            raise WrongField("n", f"`n` is {body.n}, not 1: send several requests")
         return await call(self.service, key, body, apart)
 
     async def _fail(self, ask: str | None, error: MeshError) -> None:

@@ -31,7 +31,9 @@ class RequestLimitMiddleware:
         if is_of_owner(key_of(HTTPConnection(scope))):
             await self._count(scope, receive, send)
         elif self._others >= MAX_OTHERS:
-            full = response_of(Refused("This server has no place left", LATER), scope["path"])
+            full = response_of(
+                Refused("This server has too many requests in progress", LATER), scope["path"]
+            )
             await full(scope, receive, send)
         else:
             self._others += 1

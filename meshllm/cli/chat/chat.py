@@ -38,7 +38,7 @@ Examples:
 """
 
 
-_WAITS = "standard input belongs to the prompt, and has not ended; `< /dev/null` skips it"
+_WAITS = "still reading standard input, a part of the prompt; `< /dev/null` skips it"
 
 
 @takes(

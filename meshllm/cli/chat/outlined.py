@@ -18,7 +18,7 @@ _FLAG = "--outline"
 
 
 class OptionalOutline(TyperCommand):
-    """A command whose `--outline` takes a value only behind `=`, as typer has no such options."""
+    """A command whose `--outline` takes a value only after `=`, as typer has no such options."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse arguments; a plain `--outline` is `--outline=on`."""

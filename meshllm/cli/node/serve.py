@@ -43,12 +43,15 @@ _OF_NODE = (
 def serve(
     invocation: typer.Context,
     host: Annotated[
-        str, typer.Option(metavar="HOST", help="Listen on this address, or on that of `serve`.")
+        str, typer.Option(metavar="HOST", help="Listen on this address; default: that of `serve`.")
     ] = HOST,
     port: Annotated[
         int,
         typer.Option(
-            min=0, max=65535, metavar="PORT", help="Listen on this TCP port, or on that of `serve`."
+            min=0,
+            max=65535,
+            metavar="PORT",
+            help="Listen on this TCP port; default: that of `serve`.",
         ),
     ] = PORT,
     transport: Transports = None,

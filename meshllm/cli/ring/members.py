@@ -48,12 +48,14 @@ def ticket(
     concurrency: Annotated[
         int | None,
         typer.Option(
-            min=1, max=2, metavar="N", help="Most requests of a client at a time, per node."
+            min=1, max=2, metavar="N", help="Maximum concurrent requests of a client, per node."
         ),
     ] = None,
     tokens_per_day: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Most tokens of a client in a day (UTC), per node."),
+        typer.Option(
+            min=1, metavar="N", help="Maximum tokens of a client per day (UTC), per node."
+        ),
     ] = None,
     as_json: Json = False,
     **flags: Scalar,

@@ -44,7 +44,7 @@ def check_keys(table: Mapping[str, Any], kind: str, known: Collection[str]) -> N
 
 
 def text(table: Mapping[str, Any], key: str, most: int = MAX_NAME) -> str:
-    """Return a text of at most so many characters."""
+    """Return a text of at most this many characters."""
     value = table.get(key)
     if isinstance(value, str) and value.isprintable() and 0 < len(value) <= most:
         return value

@@ -233,7 +233,7 @@ def explained(rows: Sequence[tuple[str, str]]) -> str:
 
 
 def cut(text: str, most: int = LONGEST) -> str:
-    """Truncate a text to so many columns, with an ellipsis."""
+    """Truncate a text to this many columns, with an ellipsis."""
     if width_of(text) <= most:
         return text
     ends = accumulate(map(width_of, text))

@@ -172,7 +172,7 @@ def _mapped(path: Path) -> Iterator[mmap.mmap]:
 def _tensors(data: mmap.mmap) -> Iterator[tuple[str, tuple[str, list[int], int, int]]]:
     """Read the header: dtype, shape, start and stop offset of each tensor, by name.
 
-    As safetensors, it takes no gap between tensors, and nothing behind them.
+    As safetensors, it takes no gap between tensors, and nothing after them.
     """
     length = int.from_bytes(data[:LENGTH_BYTES], "little")
     if length > MAX_HEADER_BYTES:

@@ -74,7 +74,7 @@ SMALL_NAMES = frozenset(
 MAX_SENT_BYTES = 64 << 20  # of each; the largest tokenizers have 30 MiB
 FREE_BYTES = 1 << 30  # of the disk that fetched weights leave free
 KEPT_S = 7 * 86_400.0
-"""Seconds in which a part that was set aside is not replaced by what came after it."""
+"""Seconds for which a part that was set aside is kept, even if its replacement is set aside."""
 
 _ALIGNED = 8  # bytes; data begins at a multiple, as the safetensors library writes it
 _PARTIAL = ".partial"
@@ -89,7 +89,7 @@ class PartFile:
 
     header: bytes
     ranges: tuple[tuple[Path, int, int], ...]
-    """Path, start and stop of each range behind the header."""
+    """Path, start and stop of each range after the header."""
 
     @property
     def size(self) -> int:
@@ -211,7 +211,7 @@ class Listing:
         except (UserError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             is_right = False
         if not is_right:
-            raise PeerFault("A listing of a model that is malformed")
+            raise PeerFault("The listing of a model is malformed")
         return cls(tuple(sorted(set(files))), weights, dtype)
 
 
@@ -304,7 +304,7 @@ class PartFolder:
         path = self.partial(name)
         if self._digest(path, name) != digest:
             path.unlink(missing_ok=True)
-            raise PeerFault(f"The weights of part {part} are not those of the mesh")
+            raise PeerFault(f"The weights of part {part} lack the digest of the mesh")
         _sync(path)
         self.finish(name)
 
@@ -381,7 +381,7 @@ class PartFolder:
         return damaged
 
     def check_space(self, more: int) -> None:
-        """Raise `ModelError` if the disk lacks room for so many bytes more.
+        """Raise `ModelError` if the disk lacks room for this many bytes more.
 
         Parts that were set aside, of any model, make room, the oldest first, if that is enough:
         ``more`` is a claim of a peer.
@@ -394,8 +394,8 @@ class PartFolder:
                 free = self._free_bytes()
         if more > free:
             raise ModelError(
-                f"This node has too little space: the disk of `{self.folder}` has room for"
-                f" {max(0, free)} bytes, not {more}",
+                f"This node has too little space: the disk of `{self.folder}` has"
+                f" {max(0, free)} bytes left, but {more} are needed",
                 hint="free some space, or set `XDG_CACHE_HOME` to a folder on a larger disk",
             )
 
@@ -431,7 +431,7 @@ def check_parts(source: Source, weights: Mapping[str, int]) -> None:
         name: part_of(meta_model, place) for name, place in select(meta_model, weights).items()
     }
     if found != weights or not set(range(meta_model.layers + 1)).issubset(found.values()):
-        raise PeerFault("A listing of tensors that are not those of the model")
+        raise PeerFault("The listing does not match the tensors of the model")
 
 
 def part_name(part: int) -> str:

@@ -328,12 +328,12 @@ class _FlashEmitter:
         return [(self.do.add(line, self.code.index(at)), at) for at in places]
 
     def _line(self, row: ir.Value) -> ir.Value:
-        """Return the number of a row of the tile; rows behind the last are computed as it is."""
+        """Return the number of a row of the tile; rows after the last are computed as it is."""
         line = self.do.add(self.top, row)
         return self.do.select(self.do.icmp_unsigned("<", line, self.last), line, self.last)
 
     def _start(self, stop: ir.Value) -> ir.Value:
-        """Return the first key that a row sees, given the one behind its last."""
+        """Return the first key that a row sees, given the one after its last."""
         do, window = self.do, self.fields["window"]
         slides = do.icmp_unsigned(">", stop, window)
         return do.select(slides, do.sub(stop, window), self.code.index(0))

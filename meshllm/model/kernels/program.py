@@ -138,7 +138,7 @@ class _Runner:
         self._publish(code.index(_END))
 
     def follow(self, block: ir.Value) -> None:
-        """Help with each call that is published, if it is for so many threads."""
+        """Help with each call that is published, if it is for this many threads."""
         code, do = self.code, self.code.do
         function = do.function
         before, follow, help_, end = do.block, *(function.append_basic_block() for _ in range(3))

@@ -1,13 +1,13 @@
 """Chooses the kernel of bf16 matrices by measurement.
 
 Theory of operation: which kernel is fastest depends on the processor, the library and the number of
-inputs, and names of processors do not tell it. So on the first use of a machine the candidates
+inputs, and names of processors do not predict it. So on the first use of a machine the candidates
 multiply matrices, more than fit in the CPU cache, by one row and by a few, in turns. The number of
 outputs has no part in it, so that a part of an LM head is multiplied as the whole one is.
 What counts is the median of the CPU time on one thread: other programs change it least, and the
 bits of a model do not depend on the number of threads. Ours wins a near tie, because it reads the
-weights in place: the other needs a packed copy. It is timed with one only where that has the bits
-of the plain matrix, as no other copy is used, see `meshllm.model.modules.linear_onednn`.
+weights in place: the other needs a packed copy. A packed copy is used, and timed, only if it gives
+the bits of the plain matrix, see `meshllm.model.modules.linear_onednn`.
 
 Matrices of few inputs stay in the CPU cache, where kernels differ little: they get the fixed choice
 of their CPU, so that it does not depend on what else ran meanwhile.

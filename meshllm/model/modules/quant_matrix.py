@@ -63,7 +63,7 @@ class QuantMatrix:
 
 
 def _is_dequantised(rows: Tensor) -> bool:
-    """Whether so many rows are multiplied by dequantised weights on this CPU."""
+    """Whether this many rows are multiplied by dequantised weights on this CPU."""
     is_prompt = len(rows) >= DEQUANTISE_ROWS and rows.dtype == torch.bfloat16
     return is_prompt and multiplies_matrices()
 

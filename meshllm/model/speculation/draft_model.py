@@ -2,7 +2,7 @@
 
 Theory of operation: the draft model decodes greedily (Leviathan et al., 2023; the ring verifies by
 plain equality, so a draft token enters the text only if the large model chooses it too). Its KV
-cache holds the text and, behind it, the draft tokens. Accepted ones are in the cache already at the
+cache holds the text and, after it, the draft tokens. Accepted ones are in the cache already at the
 next draft; the cache is cropped to the first rejected one, and only new tokens are read. A long
 text, such as a prompt, is prefilled in chunks, one per call, so that nothing waits long for it;
 until it is up to date there is no draft. The cache of the last finished text is kept for a text
@@ -71,7 +71,7 @@ class Draft:
 
     @property
     def most_cached(self) -> int:
-        """Most tokens of all KV caches."""
+        """Maximum tokens of all KV caches."""
         return max(MIN_CACHED, self.weight_bytes // max(1, self.token_bytes))
 
     def load(self, device: torch.device = CPU) -> "ModelDrafting":
@@ -160,7 +160,7 @@ class ModelDrafting:
         return self._draft.weight_bytes + self._cached * self._draft.token_bytes
 
     def has_room(self, count: int) -> bool:
-        """Return whether so many more tokens may be cached; a finished text makes room for them."""
+        """Return whether ``count`` more tokens may be cached; a finished text makes room."""
         self._cached = sum(each.cached for each in self._drafters)
         is_room = self._cached + count <= self._draft.most_cached
         self._cached += count if is_room else 0
@@ -191,7 +191,7 @@ class ModelDrafter:
         self._cache = drafting.new_cache()
         self._text: list[int] = []
         self._held = 0  # tokens of the text that are in the cache
-        self._drafted: list[int] = []  # draft tokens in the cache behind them
+        self._drafted: list[int] = []  # draft tokens in the cache after them
         self._next = 0, 0.0  # a token and its probability
         self._can_draft = True
 

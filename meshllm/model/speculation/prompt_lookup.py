@@ -48,7 +48,7 @@ class NgramIndex:
         )
 
     def find(self, end: "array[int]") -> tuple[int, int]:
-        """Find the longest match of the end of ``end``: (its length, the position behind it)."""
+        """Find the longest match of the end of ``end``: (its length, the position after it)."""
         place = self._last.get((end[-2] << _BITS) + end[-1], 0) if len(end) >= KEY else 0
         best, found = 0, 0
         for _ in range(MAX_CHAIN):

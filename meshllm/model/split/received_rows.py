@@ -10,7 +10,7 @@ from meshllm.model.split.kv_cache import Rows
 
 
 class ReceivedRows:
-    """Keys and values of one session by layer, and hidden states for the rank behind them."""
+    """Keys and values of one session by layer, and hidden states for the next rank."""
 
     def __init__(self) -> None:
         self.layers: dict[int, tuple[Rows, ...]] = {}
@@ -51,7 +51,9 @@ def _append(held: Sequence[Rows], pos: int, parts: Sequence[Tensor]) -> None:
     for rows, part in pairs:
         if rows.used != pos or rows.form != Rows(part).form:
             found = f"{part.dtype} rows of shape {list(part.shape)} at {pos}"
-            raise ModelError(f"{found} behind {rows.used} of {list(rows.buffer.shape)}")
+            raise ModelError(
+                f"{found} do not continue {rows.used} rows of {list(rows.buffer.shape)}"
+            )
     try:
         for rows, part in pairs:
             rows.extend(part.shape[-2])

@@ -123,7 +123,7 @@ class SessionCache:
     def regroup(self, parts: Sequence[SpanCache]) -> None:
         """Move the layers to new, empty ``parts``; a part of which a layer is missing stays so.
 
-        The rows behind layers that are not among them are dropped.
+        The rows after layers that are not among them are dropped.
         """
         for part in parts:
             part.take_over(self.parts)

@@ -108,7 +108,7 @@ class ScoreBuffer:
         return self._numbers.nbytes
 
     def address(self, count: int) -> int:
-        """Return the address of so many float32 numbers, valid until the next call."""
+        """Return the address of this many float32 numbers, valid until the next call."""
         if len(self._numbers) < count:
             self._numbers = torch.empty(2 * count, dtype=torch.float32)
         return self._numbers.data_ptr()
@@ -239,7 +239,7 @@ class CompiledStep:
         return _Plan(parts, bindings)
 
     def _attention(self, item: Attend, first: int, count: int) -> _Attention:
-        """Return the calls for so many rows from the first one on, which plans share."""
+        """Return the calls for this many rows from the first one on, which plans share."""
         key = id(item), first, count
         if key not in self._attentions:
             self._attentions[key] = self._attend(item, first, count)
@@ -380,7 +380,7 @@ def _agrees_on_all(
     named: tuple[tuple[str, Any], ...],
     threads: int,
 ) -> bool:
-    """Compare all bfloat16 values, in tensors of one layout, with so many threads.
+    """Compare all bfloat16 values, in tensors of one layout, with this many threads.
 
     The verdict is cached in this process, and on disk for others.
     """

@@ -195,7 +195,7 @@ def graph_obstacle(cache: SpanCache) -> str:
 
 
 def lacks_for_graphs() -> str:
-    """Return why CUDA graphs fail on this machine, as far as that is seen without a try; or ""."""
+    """Return why CUDA graphs cannot work on this machine, without a try; "" if they may."""
     lacking = missing_for_cuda_graphs()
     return f"a CUDA graph needs {lacking}" if lacking else ""
 
@@ -226,7 +226,7 @@ def own_attention(config: Any, dtype: torch.dtype) -> str:
         return "torch"
     is_usual = dtype == torch.bfloat16
     prompts = prefill_kernel(*_query_heads(config)) if is_usual else PrefillKernel.OWN
-    return "own" if prompts is PrefillKernel.OWN else f"own, of prompts {prompts}"
+    return "own" if prompts is PrefillKernel.OWN else f"own for decode, {prompts} for prefill"
 
 
 def _query_heads(config: Any) -> tuple[int, int]:

@@ -130,7 +130,7 @@ class Replay:
         return self._record(state, x, places, caches, forward)
 
     def _ready(self, state: _State, x: Tensor, threads: int) -> CompiledStep | None:
-        """Return the compiled step of so many rows, or of a few more."""
+        """Return the compiled step of this many rows, or of a few more."""
         if state.compiled and state.checks >= CHECKS:
             return state.compiled
         if state.tries or state.unfit or self._wanted == x.shape[1]:
@@ -145,13 +145,13 @@ class Replay:
         return min(larger, key=itemgetter(0), default=(0, None))[1]
 
     def needs(self, rows: int) -> bool:
-        """Return whether steps of so many rows can still be traced or compared."""
+        """Return whether steps of this many rows can still be traced or compared."""
         state = self._states.get((rows, torch.get_num_threads()), _State())
         return not state.unfit and (state.compiled is None or state.checks < CHECKS)
 
     @contextmanager
     def tracing(self, rows: int) -> Iterator[None]:
-        """Trace or compare each step of so many rows that runs inside."""
+        """Trace or compare each step of this many rows that runs inside."""
         state = self._states.setdefault((rows, torch.get_num_threads()), _State())
         state.uses, self._wanted = max(state.uses, EAGER_STEPS), rows
         try:

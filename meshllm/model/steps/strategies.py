@@ -103,7 +103,7 @@ class Steps(Protocol):
         ...
 
     def runs_in_one_pass(self, rows: int) -> bool:
-        """Return whether so many rows of a session run in one pass."""
+        """Return whether this many rows of a session run in one pass."""
         ...
 
     def warm_up(self) -> Iterator[None]:
@@ -112,7 +112,7 @@ class Steps(Protocol):
 
 
 StepTrial = Callable[[Shard, Steps, int], str]
-"""Returns why steps of a shard, with at most so many rows, cannot be used; or ""."""
+"""Returns why steps of a shard, with at most this many rows, cannot be used; or ""."""
 
 
 class StockSteps:
@@ -200,7 +200,7 @@ class InvariantSteps:
             _fill(self, x, cache, is_step=is_step)
 
     def runs_in_one_pass(self, rows: int) -> bool:
-        """Return whether so many rows of a session run in one pass."""
+        """Return whether this many rows of a session run in one pass."""
         return rows in self.counts
 
     def warm_up(self) -> Iterator[None]:
@@ -219,7 +219,7 @@ class InvariantSteps:
         except PROBE_ERRORS as error:  # such as more rows than the model has positions
             reason = f"{type(error).__name__}: {error}"
         if reason:
-            logger.warning("%d rows at a time are computed again, not more: %s", MAX_ROWS, reason)
+            logger.warning("recomputation is limited to %d rows at a time: %s", MAX_ROWS, reason)
         else:
             self.most_recomputed = RECOMPUTED_ROWS
 
@@ -377,7 +377,7 @@ class GraphSteps:
         _fill(self, x, cache, is_step=is_step)
 
     def runs_in_one_pass(self, rows: int) -> bool:
-        """Return whether so many rows of a session run in one pass."""
+        """Return whether this many rows of a session run in one pass."""
         return rows <= MAX_ROWS
 
 

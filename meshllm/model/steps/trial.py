@@ -125,7 +125,7 @@ def trial_key(config: Any, device: torch.device, *what: str | float) -> tuple[st
 def try_steps(shard: Shard, steps: TestedSteps, most: int = TRIED) -> str:
     """Return why steps of ``most`` rows differ from single rows or the stock forward; or "".
 
-    More than `MAX_ROWS` rows are compared with steps of so many.
+    More than `MAX_ROWS` rows are compared with steps of this many.
     """
     device = shard.device
     layers = (

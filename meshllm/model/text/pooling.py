@@ -58,7 +58,7 @@ class Pooling:
 
 
 LAST_ROW = Pooling()
-"""Of a model that says nothing: what later rows attend to, the last one has all of."""
+"""The default: the last row attends to all others."""
 
 
 def read_pooling(folder: Path) -> Pooling:

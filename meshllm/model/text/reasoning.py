@@ -137,7 +137,7 @@ class ReasoningLimit:
         """Begin an answer, with the tokens that begin and end its reasoning.
 
         ``most`` limits the tokens of reasoning; ``end_tokens``, which end an answer, do not follow
-        within it if there is another constraint. Reasoning may begin behind tokens that
+        within it if there is another constraint. Reasoning may begin after tokens that
         ``is_blank`` names.
         """
         self._begin = begin

@@ -74,9 +74,9 @@ class Text:
     Not thread-safe, but for `encode` and `encode_chat`, which other threads may call. All use one
     tokenizer at the same time: a call only reads it, after its settings have been set here once.
 
-    A text that takes too long is given up, but nothing ends a thread inside C code. While it runs,
-    texts that could take as long are refused: those of more than an eighth of its length. So few
-    such threads run at a time, and what is short is still served.
+    A call that takes too long is abandoned, but its thread runs on inside C code. Meanwhile texts
+    of more than an eighth of its length are refused: this bounds the number of such threads, and
+    short texts are still served.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class Text:
         Control tokens written in the text become control tokens.
 
         Raises:
-            ModelError: the tokenizer fails, does not end, or has not for a text like this one.
+            ModelError: the tokenizer fails, times out, or still runs for an earlier text.
         """
         _check_unicode(text)
         return self._within(len(text), "tokenizer", _tokenize, text)
@@ -175,8 +175,8 @@ class Text:
 
         Raises:
             UserError: there is no turn, or the template rejects them or what is asked of it.
-            ModelError: the template or the tokenizer fails, does not end, or has not for such a
-                chat.
+            ModelError: the template or the tokenizer fails, times out, or still runs for an
+                earlier text.
         """
         if not turns:
             raise UserError("A chat needs at least one turn")
@@ -240,19 +240,19 @@ class Text:
             most = _longest_beside([chars for _, chars in self._overdue])
         if length > most:
             raise ModelError(
-                f"The model's {part} takes no text of {length} characters now: an earlier one has "
-                "not ended",
-                hint="shorten the text, or ask again later",
+                f"The model's {part} takes no text of {length} characters now: an earlier one "
+                "still runs",
+                hint="shorten the text, or retry later",
             )
         try:
             return run_within(PROMPT_S, partial(run, self._tokenizer, *arguments))
         except DeadlineExceeded as exceeded:
             with self._lock:
                 self._overdue += [(exceeded.thread, length)] if exceeded.thread else []
-            raise ModelError(f"The model's {part} did not end within {PROMPT_S:g} s") from None
+            raise ModelError(f"The model's {part} timed out after {PROMPT_S:g} s") from None
         except (MeshError, KeyboardInterrupt):
             raise
-        except BaseException as error:  # foreign code in a thread of its own, panics of Rust too
+        except BaseException as error:  # foreign code in a separate thread, panics of Rust too
             logger.exception("the model's %s failed", part)
             # Its text may name folders of this node, and the asker may be another one.
             raise ModelError(f"The model's {part} failed: {type(error).__name__}") from error

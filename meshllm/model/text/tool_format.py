@@ -144,7 +144,7 @@ def call_grammar(tools: Tools, form: ToolFormat, special: Mapping[str, int]) -> 
 
 
 def _start(tools: Tools, form: ToolFormat, calls: str, special: Mapping[str, int]) -> list[str]:
-    """Return the rules of a whole answer: only calls, or else text, with calls behind it."""
+    """Return the rules of a whole answer: only calls, or else text, with calls after it."""
     if tools.is_required:
         return [f"start: {calls}"]
     if not form.is_marked:

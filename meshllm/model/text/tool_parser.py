@@ -57,7 +57,7 @@ class ToolParser:
         self._call: _JsonCall | None = None
         self._calls = 0
         self._opening = ""  # what was skipped before the call; content if there is no call
-        self._is_between = not form.is_marked  # behind a marker, or at the begin of the answer
+        self._is_between = not form.is_marked  # after a marker, or at the begin of the answer
         self._is_plain = False  # no more calls
 
     def push(self, text: str) -> Piece:
@@ -105,7 +105,7 @@ class ToolParser:
         return False
 
     def _begin(self, content: list[str]) -> bool:
-        """Look for a call behind a marker, behind a call, or where the answer begins."""
+        """Look for a call after a marker, after a call, or where the answer begins."""
         if not self._skip_between():
             return False
         if len(self._opening) > _MAX_SKIPPED:
@@ -210,7 +210,7 @@ class _JsonCall:
         self._outer = _Object(depth=1)
 
     def push(self, text: str) -> tuple[list[ToolCallDelta], str | None]:
-        """Append text; return deltas, and what is behind the object once it is complete.
+        """Append text; return deltas, and what is after the object once it is complete.
 
         Raises:
             _NoCallError: it is not a call; only before the first delta.

@@ -1,8 +1,8 @@
 """How long models take to load that are asked for here, to tell clients when to retry.
 
 A load begins with the first plan for a model, and ends when a ring serves it; before, the model may
-wait for a free node. Only one that begins after a request is measured: of a model that has a plan
-already, nobody knows here how long it has been loading.
+wait for a free node. Only one that begins after a request is measured: if the model already has a
+plan, the start of its load is not known here.
 """
 
 from meshllm.names import ModelKey
@@ -39,7 +39,7 @@ class ModelLoadTimes:
             self._unplanned.add(model)
 
     def served(self, model: ModelKey, span_bytes: int) -> None:
-        """Note that a ring serves an awaited model, with so many bytes in its largest span."""
+        """Note that a ring serves an awaited model, with this many bytes in its largest span."""
         seconds = loop_time() - self._begun.get(model, loop_time())
         if model in self._unplanned and span_bytes and seconds:  # 0: it was loaded already
             self._last = PastModelLoad(span_bytes, seconds)

@@ -117,7 +117,7 @@ class ModelLoadWatch:
                 if self._unloads[node] <= MAX_UNLOADS:
                     self._await_load(plan, node)
                 elif node != self._machine.me:
-                    self._report(node, "loads its layers again and again")
+                    self._report(node, "reloads its layers again and again")
 
     def end(self) -> None:
         """Watch no ring; the same plan is watched again in the next one."""

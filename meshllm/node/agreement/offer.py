@@ -93,7 +93,7 @@ class NodeOffer:
         self.publish(models=tuple(models))
 
     def begin(self, measured: Profile, workspace: int = 0) -> None:
-        """Publish the offer for a model, which reserves a ``workspace`` of so many bytes.
+        """Publish the offer for a model, which reserves a ``workspace`` of this many bytes.
 
         What else has changed meanwhile stays.
         """

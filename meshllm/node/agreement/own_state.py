@@ -1,4 +1,4 @@
-"""The state record of this node: what it tells the others of itself, and of each of its rings.
+"""The state record of this node: what it publishes of itself and of each of its rings.
 
 Theory of operation
 -------------------

@@ -1,4 +1,4 @@
-"""When the entry of a ring asks the others to keep the plan: while it answers, for a while."""
+"""Holds plan changes up while the entry of a ring has requests, for at most `BUSY_S`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

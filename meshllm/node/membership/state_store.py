@@ -58,7 +58,7 @@ class Invitation:
     expires_s: int
     """Unix time; 0 is never."""
     uses: int | None
-    """Most keys that it admits; None means `MAX_GUESTS`."""
+    """Maximum keys that it admits; None means `MAX_GUESTS`."""
     guests: tuple[NodeId, ...] = ()
     """The admitted keys. They may retry, for example after a lost reply."""
     limits: ClientLimits = NO_LIMITS

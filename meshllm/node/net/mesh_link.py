@@ -146,7 +146,7 @@ class _MeshLink:
             async with asyncio.timeout(FAREWELL_S):
                 await self._queues[Channel.CONTROL].emptied()
         except TimeoutError:
-            logger.debug("node %s does not read the reason of the drop", short(self.link.peer))
+            logger.debug("node %s did not read why its link is closed", short(self.link.peer))
         self.close()
 
     async def run(self, receive: Callable[[Message], None]) -> str:

@@ -264,7 +264,7 @@ async def _first(
         async with asyncio.timeout(FIRST_S):
             channel, message = await link.receive()
     except TimeoutError:
-        raise LinkLost(f"The peer said nothing for {FIRST_S} s") from None
+        raise LinkLost(f"The peer sent nothing for {FIRST_S} s") from None
     if channel is Channel.CONTROL and not listener.is_of_member(bytes(message)):
         await admission.refresh()
     return channel, message

@@ -29,7 +29,7 @@ class RequestCounters:
     by_ring: Mapping[GroupId, tuple[Answer, int]] = field(default_factory=dict)
     """The same for each of the rings that answered last."""
     begun: int = 0
-    """Of the active ones: their first event has come, behind the first chunk of the prompt."""
+    """Of the active ones: their first event has come, after the first chunk of the prompt."""
 
     def loss_counts(self, rows: Mapping[LossCause, int] = _NO_ROWS) -> tuple[LossCounts, ...]:
         """Return the losses, with the rows that they cost this node, for the status."""
@@ -50,7 +50,7 @@ class RequestCounters:
             self.by_ring = dict([*others[1 - MAX_RINGS :], (ring, (last, self.last_tokens))])
 
     def survived(self, interruption: Interruption, given: int) -> None:
-        """Count the loss of a ring; the next one was ``given`` so many tokens of the answer."""
+        """Count the loss of a ring; the next one was ``given`` this many tokens of the answer."""
         cause = interruption.cause
         lost = self.losses.get(cause, LossCounts(cause))
         paused_s, tokens = lost.paused_s + interruption.pause_s, lost.tokens + given

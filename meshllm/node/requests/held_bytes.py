@@ -30,7 +30,7 @@ class HeldBytes:
 
     @contextmanager
     def holding(self, requester: Requester, size: int) -> Iterator[None]:
-        """Count so many bytes of an asker inside the context.
+        """Count this many bytes of an asker inside the context.
 
         Raises:
             Busy: its asker has too many bytes in progress.

@@ -498,7 +498,7 @@ class RequestRouter:
         needs = [f"`{each}`" for each in sorted(lacks - {PROMPT})]
         if PROMPT in lacks:
             needs.append(f"a prompt of {count} tokens")
-        text = f"Nothing meets {' and '.join(needs)}: {self._served(offers, request)}"
+        text = f"No ring or provider meets {' and '.join(needs)}: {self._served(offers, request)}"
         return WrongField(max(lacks - {PROMPT}), text, hint="lower a need, or leave it out")
 
     def _served(self, offers: Mapping[NodeId, ModelOffer], request: Request) -> str:
@@ -696,7 +696,7 @@ class RequestRouter:
         )
 
     def _noted(self, event: Event, pause: _Pause, given: int) -> Iterator[Event]:
-        """Yield an event, behind the end of a pause; the ring was ``given`` so many tokens."""
+        """Yield an event, after the end of a pause; the ring was ``given`` this many tokens."""
         if interruption := pause.end(event):
             self.counts.survived(interruption, given)
             paused_s, text = interruption.pause_s, interruption.text

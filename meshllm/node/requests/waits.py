@@ -12,10 +12,10 @@ WAITING_S = 2.0  # s between two events of a request that waits, at least: a per
 async def with_wait_events(
     answer: AsyncGenerator[Event, None], awaited: Callable[[], str]
 ) -> AsyncGenerator[Event, None]:
-    """Yield the events of an answer, and until the first one what is awaited, when that changes.
+    """Yield the events of an answer; until the first one, a `Waiting` whenever its reason changes.
 
-    ``awaited`` returns what that is, for people; it is looked at every `WAITING_S`. An empty text
-    ends a wait.
+    ``awaited`` returns the reason, for people; it is called every `WAITING_S`. An empty text ends a
+    wait.
     """
     async with aclosing(answer) as events:
         first, told = asyncio.ensure_future(anext(events, None)), ""

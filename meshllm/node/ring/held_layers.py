@@ -93,7 +93,7 @@ class HeldLayers:
         return sum(each.bytes for each in self._receivers.values())
 
     def note_recomputed(self, layers: int, rows: int) -> None:
-        """Count rows that so many layers of all ranks have computed again."""
+        """Count rows that this many layers of all ranks have computed again."""
         self._recomputed += layers * rows
 
     # The plan in force.

@@ -82,7 +82,7 @@ class KvSender:
     ) -> None:
         """Send ``layers``, after the own ``offer``; and the rows that entered ``next_layer``.
 
-        That one is the layer behind the rank, if the node is going to be the rank before it.
+        That one is the layer after the rank, if the node is going to be the rank before it.
         ``recompute_s`` returns how long it takes to recompute rows of these layers, if it is known.
         """
         self._link = link
@@ -213,20 +213,20 @@ class CacheSizes(Protocol):
 
     @property
     def context(self) -> int:
-        """Most positions of a session."""
+        """Maximum positions of a session."""
 
     @property
     def hidden_row_bytes(self) -> int:
         """Bytes of a hidden state between two layers."""
 
     def hidden_bytes(self, positions: int) -> int:
-        """Return what hidden states of so many positions take."""
+        """Return what hidden states of this many positions take."""
 
     def kv_row_bytes(self, layer: int) -> int:
         """Return the bytes of a position in a layer."""
 
     def kv_bytes(self, layer: int, positions: int) -> int:
-        """Return what the cache of a layer takes for a session of so many positions."""
+        """Return what the cache of a layer takes for a session of this many positions."""
 
 
 class KvReceiver:
@@ -278,7 +278,7 @@ class KvReceiver:
         if rows.session not in known and len(known) == MAX_RECEIVED:
             return  # most of them have ended
         if rows.pos != before[0]:
-            raise PeerFault(f"KV rows at {rows.pos} behind {before[0]}")
+            raise PeerFault(f"KV rows begin at position {rows.pos}, not {before[0]}")
         sizes = self._sizes
         size = sizes.kv_bytes(rows.layer, stop) if rows.split else sizes.hidden_bytes(stop)
         self._taken[key] = stop, size
@@ -295,13 +295,13 @@ class KvReceiver:
     def _check(self, rows: KvRows) -> None:
         """Raise `MeshError` for rows that the model cannot have."""
         if rows.blob.dtype not in _PLAIN:
-            raise PeerFault(f"KV rows of type {rows.blob.dtype.name.lower()}")
+            raise PeerFault(f"KV rows cannot have dtype {rows.blob.dtype.name.lower()}")
         sizes, row = self._sizes, len(rows.blob.payload) // rows.rows
         most = sizes.kv_row_bytes(rows.layer) if rows.split else sizes.hidden_row_bytes
         if row > most:  # the budget counts less
             raise ModelError(f"KV rows of {row} bytes; this model has {most}")
         if rows.pos + rows.rows > sizes.context:
-            raise PeerFault(f"KV rows behind the context of {sizes.context}")
+            raise PeerFault(f"KV rows exceed the context of {sizes.context} positions")
 
     def _keep(self, rows: KvRows) -> None:
         """Check rows, and keep them; runs on the compute thread."""

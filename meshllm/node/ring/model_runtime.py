@@ -71,7 +71,7 @@ class ModelRuntime:
         """Why the CPU is used though there is a GPU; empty if it is not."""
         self.wire = config.wire
         self.max_crop = max_crop_of(source.config, shape.layers) if verdict.croppable else 0
-        """Most tokens by which a KV cache can be cropped; None is unlimited."""
+        """Maximum tokens by which a KV cache can be cropped; None is unlimited."""
         self._steps = STEPS if verdict.croppable and not config.exact else ()
         drafts = self._steps and config.speculation
         self.drafting: Drafting | None = config.drafting or SuffixDrafting() if drafts else None
@@ -159,7 +159,7 @@ class ModelRuntime:
 
     @property
     def context(self) -> int:
-        """Most tokens of a session."""
+        """Maximum tokens of a session."""
         context = self.shape.context or MAX_POSITION
         # Without chunked prefill a prompt travels in one message, which has a limit.
         return context if self.verdict.chunkable else min(context, self.max_rows)
@@ -210,7 +210,7 @@ class ModelRuntime:
         """Load this node's span of a plan that may follow, beside what it holds.
 
         A later `hold` uses what of it the plan in force needs. Unless it ``is_urgent``, the compute
-        thread loads once it is idle. ``lend`` returns whether so many bytes may be used.
+        thread loads once it is idle. ``lend`` returns whether this many bytes may be used.
 
         Raises:
             ModelError: the weights are missing or damaged.
@@ -253,7 +253,7 @@ class ModelRuntime:
         return not self.config.exact and self.verdict.chunkable
 
     def budget(self, plan: Plan, rooms: Sequence[int]) -> KvBudget:
-        """Return the KV budget of the ranks of a plan with so many bytes for caches each.
+        """Return the KV budget of the ranks of a plan with this many bytes for caches each.
 
         Where weights take more than there is, no bytes are left for caches.
         """
@@ -271,7 +271,7 @@ class ModelRuntime:
         return self.shape.hidden_size * _WIDEST
 
     def hidden_bytes(self, positions: int) -> int:
-        """Return what hidden states of so many positions take, at most."""
+        """Return what hidden states of this many positions take, at most."""
         return rows_for(positions) * self.hidden_row_bytes
 
     def kv_row_bytes(self, layer: int) -> int:
@@ -279,7 +279,7 @@ class ModelRuntime:
         return self.shape.kv_bytes_per_token[layer]
 
     def kv_bytes(self, layer: int, positions: int) -> int:
-        """Return what the KV cache of a layer takes for a session of so many positions."""
+        """Return what the KV cache of a layer takes for a session of this many positions."""
         return cache_cost(self.shape, Span(layer, layer + 1))(positions)[0]
 
     def unload(self) -> None:
@@ -319,7 +319,7 @@ class ModelRuntime:
 
     @property
     def max_rows(self) -> int:
-        """Most rows of a message."""
+        """Maximum rows of a message."""
         row = self.shape.hidden_size * _WIDEST
         return min(MAX_ROWS, (MAX_MESSAGE_BYTES - _HEADER_BYTES) // row)
 

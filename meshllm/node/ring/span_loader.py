@@ -245,7 +245,7 @@ class SpanLoader:
 
     @property
     def _borders(self) -> set[int]:
-        """The layers at which those in force begin, or behind which they end."""
+        """The layers at which those in force begin, or after which they end."""
         spans = [piece.span for piece in self._kept.pieces]
         return {each.start for each in spans} ^ {each.stop for each in spans}
 

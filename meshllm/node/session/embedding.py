@@ -1,7 +1,7 @@
 """The embedding of a prompt: its rows after the final norm, pooled on the entry.
 
 Theory of operation: the last row of a prompt comes back to the entry, as for an answer. If all rows
-are wanted, the prompt is its first token, and the others are forced behind it as drafts that are
+are wanted, the prompt is its first token, and the others are forced after it as drafts that are
 all right: the rows of these decode steps come back, too. So pooling needs nothing new of the other
 ranks. If the ring is lost, the ingress asks again, from the first token. The prefix cache is left
 to answers.

@@ -79,7 +79,7 @@ from meshllm.request import FinishReason, Waiting
 PAUSED_S = 5.0  # s without a token, after which an answer that waits for room says so, and again
 SHARE = 4  # answers without a limit for which KV caches have room at least
 
-_ROOM = "memory or a place to go on, which others have"
+_ROOM = "KV cache memory or a slot, which other sessions use"
 
 logger = logging.getLogger(__name__)
 
@@ -92,11 +92,11 @@ class EntryConfig:
     """Number of ranks."""
     epoch: int
     pace: Callable[[int, int], PrefillPacing]
-    """Returns the prefill pace for so many new prompt tokens and so many other sessions."""
+    """Returns the prefill pace for this many new prompt tokens and this many other sessions."""
     max_sessions: int
     """Concurrent generations; further ones wait."""
     max_crop: int | None
-    """Most tokens by which a KV cache of this model can be cropped; None is unlimited."""
+    """Maximum tokens by which a KV cache of this model can be cropped; None is unlimited."""
     prefixes: PrefixCache[SessionCache]
     """Prefix cache, and the budget for KV caches on every rank, this one first."""
     drafting: Drafting | None = None
@@ -108,7 +108,7 @@ class EntryConfig:
     prompt_bytes: int | None = None
     """For rows of prompts in flight, of all sessions; None if they wait on no other rank."""
     max_chunk: int = MAX_ROWS
-    """Most rows of a chunk."""
+    """Maximum rows of a chunk."""
     limits: HangLimits = field(default_factory=HangLimits)
     """Of the jobs of this rank."""
     is_handed_over: bool = False
@@ -201,7 +201,7 @@ class EntryNode:
 
     @property
     def context(self) -> int:
-        """Most tokens of a session, prompt included."""
+        """Maximum tokens of a session, prompt included."""
         return self._runners.context
 
     @property
@@ -231,7 +231,7 @@ class EntryNode:
         return generation.cache if generation else None
 
     def resize(self, totals: Sequence[int]) -> bool:
-        """Give caches so many bytes on each rank from now on.
+        """Give caches this many bytes on each rank from now on.
 
         Return whether all generations that run and wait fit; if not, nothing changes.
         """
@@ -435,7 +435,7 @@ class EntryNode:
         self._timer.fire_by(generation.machine.deadline)
 
     def _reserve(self, session: SessionId, generation: Generation, positions: int) -> None:
-        """Get room for so many positions; the generation goes on as far as it has room."""
+        """Get room for this many positions; the generation goes on as far as it has room."""
 
         def grown() -> None:
             generation.is_paused = False

@@ -62,9 +62,9 @@ class GenerationRequest:
     prompt: tuple[int, ...]
     sampling: Sampling
     max_tokens: int | None
-    """Most tokens of the answer; None is a share of those for which KV caches have room."""
+    """Maximum tokens of the answer; None is a share of those for which KV caches have room."""
     bound: int | None = field(default=None, kw_only=True)
-    """Most tokens of an answer without ``max_tokens``, what is left of a quota."""
+    """Maximum tokens of an answer without ``max_tokens``, what is left of a quota."""
     given: tuple[int, ...] = field(default=(), kw_only=True)
     """Tokens of the answer that an earlier ring sampled; they are prefilled with the prompt."""
     resume: Resumable | None = field(default=None, kw_only=True)
@@ -115,7 +115,7 @@ class EntryRunners:
     """The LM head, or its second part if it is split; None if ``front`` has it, which is possible
     in a ring of one."""
     context: int
-    """Most tokens of a session, prompt included."""
+    """Maximum tokens of a session, prompt included."""
     helped: Runner | None = None
     """The first part of a split LM head, which the last rank may compute instead."""
 
@@ -201,7 +201,7 @@ class Generation:
         self.cause: MeshError | None = None  # of a failure on this rank
         self.ahead: PrefetchedStep | None = None
         self.depth = 1
-        """Most steps in flight, from the next Pick on."""
+        """Maximum steps in flight, from the next Pick on."""
         self.sessions = 1
         """Generations with a step in the ring at the next Pick, this one included."""
         self.step_rows = 0
@@ -372,7 +372,7 @@ class Generation:
         assert self._order.on_rows
         self._order.on_rows(rows)
         forced = [self._forced_at(job.pos + place) for place in range(len(rows))]
-        tokens = tuple(token or 0 for token in forced)  # none is forced behind the last row
+        tokens = tuple(token or 0 for token in forced)  # none is forced after the last row
         self._history += tokens
         is_last = None in forced
         steps = self._look_ahead(tokens, job, is_last=is_last)

@@ -41,7 +41,7 @@ def read_resumable(
 ) -> tuple[SessionId, list[Chunk], int]:
     """Return the session, how its first positions were computed, and how many every rank holds.
 
-    ``known`` tokens are known; the last of them was sampled behind the others.
+    ``known`` tokens are known; the last of them was sampled after the others.
 
     Raises:
         WrongField: no entry has sent that.

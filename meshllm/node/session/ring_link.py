@@ -98,7 +98,7 @@ class RingLink:
         return self._queued_bytes
 
     def share(self, most_bytes: int, held: Callable[[], int] = lambda: 0) -> None:
-        """Let the messages that wait to be sent take so many bytes, less those ``held`` here."""
+        """Let the messages that wait to be sent take this many bytes, less those ``held`` here."""
         self.most_bytes, self._held = most_bytes, held
 
     def post(self, action: Forward) -> None:

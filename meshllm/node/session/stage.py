@@ -120,7 +120,7 @@ class StageNode:
         return held.cache if held else None
 
     def resize(self, totals: Sequence[int]) -> bool:
-        """Give caches so many bytes from now on, if the sessions fit; return whether they do."""
+        """Give caches this many bytes from now on, if the sessions fit; return whether they do."""
         actions = self._machine.resize(totals)
         if actions is None:
             return False
@@ -128,7 +128,7 @@ class StageNode:
         return True
 
     def make_room(self, size: int) -> None:
-        """Free kept sessions until so many bytes are left for others, or none is kept."""
+        """Free kept sessions until this many bytes are left for others, or none is kept."""
         self._act(self._machine.make_room(size))
 
     async def run(self) -> MeshError:

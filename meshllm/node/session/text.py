@@ -339,7 +339,7 @@ def _with_defaults(request: Request, text: Text) -> Request:
 
 
 def _order(request: Request, prompt: tuple[int, ...], transcript: _Transcript) -> GenerationRequest:
-    """Return a request in token ids; a prompt to be scored is decoded behind its first token."""
+    """Return a request in token ids; a prompt to be scored is decoded after its first token."""
     forced: tuple[int, ...] = ()
     given = request.given
     if request.scores_prompt:

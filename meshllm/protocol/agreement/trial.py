@@ -48,7 +48,7 @@ def try_out(agreement: Agreement, terms: TrialTerms) -> Trial:
         UserError: a term is invalid.
     """
     if agreement.best is None:
-        raise Busy(f"There is nothing to plan yet: {agreement.reason}")
+        raise Busy(f"Planning is not possible yet: {agreement.reason}")
     known = agreement.best.case.view
     charter = _amend(known.charter, terms)
     profiles = {

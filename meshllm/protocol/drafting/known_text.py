@@ -21,7 +21,7 @@ class KnownText:
         """Do nothing: there is only one text."""
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Go on behind these tokens."""
+        """Go on after these tokens."""
         self._length += len(tokens)
 
     def look(self) -> int | None:

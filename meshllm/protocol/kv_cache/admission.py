@@ -130,7 +130,7 @@ class _Turns(Generic[Key]):
         self._order.setdefault(key)
 
     def next(self, tokens: Mapping[Key, int]) -> Key:
-        """Return whose generation, of so many tokens each, is next; it has the credit for it."""
+        """Return whose generation, of this many tokens each, is next; it has the credit for it."""
         rounds = {
             key: max(0, -(-(tokens[key] - self._credit[key]) // QUANTUM)) for key in self._order
         }  # how many times a key gets credit until it has enough
@@ -275,7 +275,7 @@ class Admission:
         return self._admit(now)
 
     def grow(self, session: SessionId, tokens: int, now: float) -> list[SessionId]:
-        """Request room for so many tokens of a generation; return those that may go on now.
+        """Request room for this many tokens of a generation; return those that may go on now.
 
         Until it is one of these, it is paused: it must not reach what it has no room for.
         """
@@ -307,7 +307,7 @@ class Admission:
         return self._admit(now)
 
     def resize(self, totals: Sequence[int], now: float) -> list[SessionId] | None:
-        """Work with so many bytes on each rank from now on; return those that may go on now.
+        """Work with this many bytes on each rank from now on; return those that may go on now.
 
         None if what runs and waits does not fit, and nothing changes: those that wait fit on an
         empty ring, as `ask` promises.

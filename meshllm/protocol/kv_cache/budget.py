@@ -95,7 +95,7 @@ class KvBudget:
         return self._is_within([self._charge(tokens)])
 
     def fits(self, tokens: int, session: SessionId | None = None) -> bool:
-        """Return whether a session of so many tokens fits together with the other running ones."""
+        """Return whether a session of ``tokens`` tokens fits beside the other running ones."""
         return self._can_end(self._with(session, tokens))
 
     def fits_beside(self, tokens: int, spare: int, sessions: Collection[SessionId]) -> bool:
@@ -119,7 +119,7 @@ class KvBudget:
         return is_fit
 
     def resize(self, totals: Sequence[int], longest: int = 0) -> bool:
-        """Give the ranks so many bytes, if all that runs fits into them, and a session on its own.
+        """Give the ranks these bytes, if all that runs fits into them, and a session on its own.
 
         That session has ``longest`` tokens. Return whether they do. Kept sessions may not fit any
         more, see `is_exceeded`.
@@ -134,7 +134,7 @@ class KvBudget:
         return True
 
     def has_room(self, size: int, *, without_kept: bool = False) -> bool:
-        """Return whether so many bytes of this rank are free, or are if no session is kept."""
+        """Return whether this many bytes of this rank are free, or are if no session is kept."""
         kept = () if without_kept else self._kept.values()
         return self._is_within([each.now for each in self._reserved.values()], kept, size)
 
@@ -204,7 +204,7 @@ class KvBudget:
         return _Charge(whole, [room.cost(whole) for room in self.rooms])
 
     def _with(self, session: SessionId | None, tokens: int, most: int = 0) -> list[_Reservation]:
-        """Return the reservation of a session with so many tokens, and those of the others."""
+        """Return the reservation of a session with this many tokens, and those of the others."""
         before = self._reserved.get(session) if session else None
         limit = max(tokens, most, before.most.tokens if before else 0)
         own = _Reservation(self._charge(tokens), self._charge(limit))

@@ -149,7 +149,7 @@ class PrefixIndex:
         return gone
 
     def free(self, size: int) -> list[SessionId]:
-        """Evict sessions until so many bytes of this rank are free, or all; return them."""
+        """Evict sessions until this many bytes of this rank are free, or all; return them."""
         gone = list[SessionId]()
         for session in self._in_order():
             if self.budget.has_room(size):
@@ -184,7 +184,7 @@ class PrefixIndex:
             self._names[base] = session, length
 
     def name_of(self, session: SessionId, length: int) -> SessionId:
-        """Return the session that is kept by this name, or that took over so many positions of it.
+        """Return the session kept by this name, or that took over ``length`` positions of it.
 
         It is the session itself if there is none.
         """

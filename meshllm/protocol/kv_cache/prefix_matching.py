@@ -139,7 +139,7 @@ class PrefixCache(Generic[Cache]):
         self._drop(self.index.make_room())
 
     def make_room(self, size: int) -> None:
-        """Evict sessions until so many bytes of this rank are free, or none is left."""
+        """Evict sessions until this many bytes of this rank are free, or none is left."""
         self._drop(self.index.free(size))
 
     def _hit(
@@ -171,7 +171,7 @@ class PrefixCache(Generic[Cache]):
 
         It holds ``tokens`` and perhaps more, and has room for ``capacity``; ``chunks`` tell how it
         was computed, ``lost`` are layers without a cache. ``is_lost``: its ring was lost; it
-        may be resumed by the name of the ``base``, of which it took over so many positions, too.
+        may be resumed by the name of the ``base``, of which it took over this many positions, too.
         ``is_claimed``: the cache may hold other tokens, so that no prompt may match them. Others
         of the ``scope`` may.
         """

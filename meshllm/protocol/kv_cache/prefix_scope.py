@@ -1,9 +1,9 @@
-"""Whose prompts share cached prefixes: those of one asker only.
+"""Whose prompts share cached prefixes: those of one requester only.
 
-Who sends guesses and is shown how much of them was cached, or measures it, would learn the prompts
+A client that is shown how much of its prompt was cached, or measures it, could recover the prompts
 of others token by token. So a request has a scope, and texts are matched within it. The node that
-takes a request gives the scope: the owner's is empty, others have hashes, which tell no name. The
-entry tells scopes of different nodes apart, so that none can name another's.
+takes a request gives the scope: the owner's is empty, others are hashes, which reveal no name. The
+entry keeps scopes of different nodes apart, so that none can name another's.
 """
 
 from hashlib import blake2b

@@ -86,7 +86,7 @@ class ClientQuota:
         is_soon = wanted <= _most(limits) - self._today(wall_s)[client]  # once others have ended
         return QuotaUsed(
             f"{text}, the limit of the {self._limited_by}",
-            hint="retry soon" if is_soon else "ask less, or after 00:00 UTC",
+            hint="retry soon" if is_soon else "request fewer tokens, or retry after 00:00 UTC",
             retry_s=SOON_S if is_soon else DAY_S - int(wall_s) % DAY_S,
         )
 
@@ -127,7 +127,7 @@ class ClientQuota:
         return Reservation(self, client, limits, limited, tokens)
 
     def learn(self, client: Client, tokens: int, wall_s: float) -> None:
-        """Count at least so many tokens of today as used: they were stored."""
+        """Count at least this many tokens of today as used: they were stored."""
         used = self._today(wall_s)
         used[client] = max(used[client], tokens)
 

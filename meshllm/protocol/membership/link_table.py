@@ -132,7 +132,7 @@ class PeerLink:
         self.allowance = min(MAX_SLOTS, self.allowance + seconds * ITEMS_PER_S)
 
     def spend(self, items: int = 1) -> bool:
-        """Use the allowance for so many items; return whether there was enough."""
+        """Use the allowance for this many items; return whether there was enough."""
         is_allowed = self.allowance >= items
         self.allowance -= items * is_allowed
         return is_allowed

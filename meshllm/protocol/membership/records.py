@@ -244,7 +244,7 @@ class ModelOffer:
     precision: str = ""
     """Such as ``bf16`` or ``int4``; empty if unknown."""
     context: int = 0
-    """Most tokens of a prompt and its answer; 0 if unknown."""
+    """Maximum tokens of a prompt and its answer; 0 if unknown."""
 
     def encode(self) -> bytes:
         """Encode the offer."""
@@ -460,7 +460,7 @@ def _revoked(reader: Reader) -> tuple[bytes, ...]:
 
 
 def _parts(reader: Reader, what: str, size: int, most: int) -> tuple[bytes, ...]:
-    """Read at most so many bytes, in parts of one size."""
+    """Read at most this many bytes, in parts of one size."""
     data = reader.sized(most)
     reader.bounded(f"bytes at the end of its {what}", len(data) % size, 0, 0)
     return tuple(data[at : at + size] for at in range(0, len(data), size))

@@ -10,7 +10,7 @@ repeated, and a token that was shown never changes, whatever the new ring rounds
 What depends on earlier tokens (seed and position, penalties, stop texts, the length) is that of one
 answer, since it is a function of prompt and tokens.
 
-What was held back until the end of the answer has no tokens of its own. If the ring breaks behind
+What was held back until the end of the answer has no tokens of its own. If the ring breaks after
 it, the next one repeats it, piece by piece, and it is shown once.
 
 An answer whose text has no tokens at all, from the engine of a provider, ends with the loss: the

@@ -35,7 +35,7 @@ class RecomputedRows:
         return +self._by_cause
 
     def lost(self, cause: LossCause, total: int) -> None:
-        """Count rows behind this ``total`` under another cause."""
+        """Count rows after this ``total`` under another cause."""
         self.count(total)
         self._cause = cause
 

@@ -5,7 +5,7 @@ with the time slices of other programs, so the times of many are added up to a w
 `WINDOWS` windows in a row agree on counts: the least of them if all are slower than planned, else
 the greatest, if none is. Steps that are planned to be shorter than `MIN_S` do not count, as their
 overhead is not planned; nor do the first ones of each number of rows, which are recorded, and those
-behind so many rows that attention matters, whose plan is a rough bound.
+after so many rows that attention matters, whose plan is a rough bound.
 """
 
 from collections import Counter
@@ -40,7 +40,7 @@ class Slowdown:
         self._window, self._windows = (0, 0.0, 0.0), ()
 
     def note(self, rows: int, before: int, took_s: float, now: float) -> None:
-        """Count a step of ``rows`` rows behind at most ``before`` others."""
+        """Count a step of ``rows`` rows after at most ``before`` others."""
         self._counts[rows] += 1
         if self._rank is None or self._counts[rows] <= FIRST_STEPS:
             return

@@ -23,7 +23,7 @@ class GenerationTask:
     prompt: tuple[int, ...]
     max_tokens: int
     context: int
-    """Most tokens that the model takes, prompt included."""
+    """Maximum tokens that the model takes, prompt included."""
     max_crop: int | None = None
     """Positions by which a cache can be cropped; None is any number. All can be cropped to 0."""
     given: int = 0
@@ -42,7 +42,7 @@ class GenerationTask:
 
     @property
     def limit(self) -> int:
-        """Most positions that the session may reach.
+        """Maximum positions that the session may reach.
 
         Raises:
             UserError: the prompt is empty or leaves no room in the context, or no token is wanted.
@@ -100,7 +100,7 @@ class SampleTokens:
     ahead: tuple[int, ...] = ()
     """Draft tokens in flight after those."""
     max_drafts: int = MAX_POSITION
-    """Most draft tokens in flight at a time."""
+    """Maximum draft tokens in flight at a time."""
     room: int = MAX_POSITION
     """First position for which the caches have no room yet: nothing is computed there."""
 
@@ -127,7 +127,7 @@ class Emit:
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Get room for so many positions of the session; then call ``grown``."""
+    """Get room for this many positions of the session; then call ``grown``."""
 
     positions: int
 

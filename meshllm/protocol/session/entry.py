@@ -31,18 +31,18 @@ before them were right::
 Results are picked in order. If one gives the first token of the next step, that step has become
 like the first one: a known token and drafts. Otherwise everything in flight is wrong: the gen is
 raised, a Cancel runs ahead, and the next step starts at the last known token. Each Pick may add
-steps behind those in flight; it replaces steps that were not injected by then.
+steps after those in flight; it replaces steps that were not injected by then.
 
 A prompt that shares a prefix with an earlier text continues from the caches that the ranks kept:
-the first Embed starts after the prefix, behind a Resume. A rank that has lost it reports a
+the first Embed starts after the prefix, after a Resume. A rank that has lost it reports a
 Gap like any other. What has been all round the ring by the end is kept likewise for later prompts.
 If the ring is lost, there is no Close: `interrupt` keeps what had been all round it, every stage
 keeps what it has, and the next attempt at the same answer continues from there like any prompt.
 If layers have moved to another node since, the Resume names them as lost, and the kept positions go
 round the ring once more to be *recomputed*: in the chunks of the first time, so that the rows get
 the same bits, and in the lost layers only. A node that left may have handed over what they hold:
-then the Resume asks for how many positions all of them hold, and the recomputation starts behind
-these when it is back. What follows is sent right behind. Decode steps are all known by then: many
+then the Resume asks for how many positions all of them hold, and the recomputation starts after
+these when it is back. What follows is sent right after. Decode steps are all known by then: many
 go into one message where each row has the same bits in any company, and up to `MAX_PENDING`
 messages are in flight, whatever the window, or the entry would wait for the way round the ring
 after every few rows.
@@ -137,7 +137,7 @@ class Entry:
         """Prepare a task; raise `UserError` if its limit is invalid.
 
         The ``queue`` is that of all sessions of a ring; None if nothing limits what they send. The
-        caches have ``room`` for so many positions, which are more than the prompt has.
+        caches have ``room`` for this many positions, which are more than the prompt has.
         """
         self.state = EntryState.IDLE
         self._task = task

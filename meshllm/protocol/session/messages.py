@@ -278,7 +278,7 @@ class KvOffer:
     """The first message of a link by which a leaving node hands over KV caches.
 
     The next owner of its layers answers with its own, when it can take some. The leaving node sends
-    another one behind the last `KvRows`, and gets another answer when all before it were taken.
+    another one after the last `KvRows`, and gets another answer when all before it were taken.
     """
 
     node: NodeId

@@ -36,9 +36,9 @@ class _Limits:
     flying: tuple[int, ...] | None
     """Draft tokens in flight, see `SampleTokens.flying`."""
     room: int
-    """Most draft tokens after the text, those in flight included."""
+    """Maximum draft tokens after the text, those in flight included."""
     max_drafts: int
-    """Most draft tokens in flight at a time."""
+    """Maximum draft tokens in flight at a time."""
     depth: int
     sessions: int
 

@@ -16,7 +16,7 @@ A session on a stage is (gen, kv_len, running rows, queue). One rule drives it, 
 A Resume may name lost layers: those that were on another node when their caches were computed. The
 positions to recompute follow it as Data for which the driver runs only the layers that lack the
 rows, from rows that the rank before recorded when it sent them the first time. They neither crop
-nor grow: ``kv_len`` is that of the Resume from the start, and rows behind it wait in the queue.
+nor grow: ``kv_len`` is that of the Resume from the start, and rows after it wait in the queue.
 
     Data to recompute, beyond kv_len    Fault(RULES)
     Malformed, whatever it was          Fault(RULES), once, or handled as a Close without tallies,
@@ -178,7 +178,7 @@ class _SessionState:
     hands_over: bool | None = None  # None until its first Data: a Resume does not tell
 
     def grow(self, data: Data) -> None:
-        """Note that rows were written, behind which nothing is held.
+        """Note that rows were written, after which nothing is held.
 
         Rows also count as committed once more messages followed them than are in flight.
         """
@@ -316,7 +316,7 @@ class Stage:
         return ended
 
     def resize(self, totals: Sequence[int]) -> list[Action] | None:
-        """Give caches so many bytes from now on; None if the sessions do not fit: nothing changes.
+        """Give caches this many bytes from now on; None, and no change, if the sessions do not fit.
 
         The entry, which knows what they may reach, makes sure that they fit until they end.
         """
@@ -325,7 +325,7 @@ class Stage:
         return [Free(each) for each in self._index.make_room()]
 
     def make_room(self, size: int) -> list[Action]:
-        """Free kept sessions until so many bytes are left for others, or none is kept."""
+        """Free kept sessions until this many bytes are left for others, or none is kept."""
         return [Free(session) for session in self._index.free(size)]
 
     def helped(self, logits: Logits) -> list[Action]:

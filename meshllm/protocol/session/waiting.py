@@ -2,7 +2,7 @@
 
 Theory of operation
 -------------------
-Rows wait on a rank that computes more slowly than they arrive, and behind a rank that reads more
+Rows wait on a rank that computes more slowly than they arrive, and in front of one that reads more
 slowly than they are computed. Every rank reserves a `RowQueueLimits` for them, those that run and
 those that wait to be sent together. Its size follows from the width of the model, so that all ranks
 know it; a plan counts it with the workspace of a forward, as memory that caches cannot have.
@@ -15,10 +15,10 @@ them if they fit beside all rows in flight, else it queues. So a prompt that run
 room, and those that run at once share it by turns, in FIFO order. There is always progress: any
 message fits on its own, and what is in flight returns, or is given up, without what is queued.
 
-What is given up, as a client stopped or a chunk is sent again, is dropped on its way: from the
-queues of the links, and before it is computed. Only the chunk that is being computed stays, beside
-which there is room for one of the next. So a rank refuses rows that do not fit: the entry does not
-follow these rules.
+Rows that are given up, as a client stopped or a chunk is sent again, are dropped from the queues of
+the links, and before they are computed. Only the chunk that is being computed stays, beside which
+there is room for one of the next. Rows that do not fit show that the entry violates these rules: a
+rank refuses them.
 """
 
 from dataclasses import dataclass
@@ -88,7 +88,7 @@ class PromptQueue:
         self._sessions[session] = prompting
 
     def take(self, session: SessionId, rows: int) -> bool:
-        """Return whether a session may send so many rows now; if not, it waits for its turn."""
+        """Return whether a session may send this many rows now; if not, it waits for its turn."""
         is_turn, self._turn = session == self._turn, None
         is_first = is_turn or next(iter(self.waiting), session) == session
         if is_first and self._fits(rows):

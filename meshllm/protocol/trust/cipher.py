@@ -36,7 +36,7 @@ TAG_BYTES = 16
 REKEY_MESSAGES = 1 << 16
 """2^38 blocks if each is 64 MiB: a distinguishing advantage of 2^-53 (s^2 / 2^129)."""
 MAX_DOUBTFUL = REKEY_MESSAGES - 1
-"""Most numbers skipped at once, so that a forged message derives at most one key."""
+"""Maximum numbers skipped at once, so that a forged message derives at most one key."""
 
 _HEAD = Struct("<QH")
 OVERHEAD_BYTES = _HEAD.size + TAG_BYTES

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 HOSTS_S: Final = 5.0
 """Interval between checks of the addresses of this machine."""
 MAX_HOSTS = 10
-"""Most of them in an offer; the rest is for observed addresses."""
+"""Maximum of them in an offer; the rest is for observed addresses."""
 MAX_REFLECTED = 3
 """Amplification limit: the source of a datagram may be forged (RFC 9000 section 8.1)."""
 PROBES = 2000.0

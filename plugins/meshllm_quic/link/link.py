@@ -88,7 +88,7 @@ class QuicLink:
         return self._wire.peer_host
 
     async def send(self, message: Sequence[Buffer], channel: Channel = Channel.DATA) -> None:
-        """Send a message; wait for room, behind all senders that already wait."""
+        """Send a message; wait for room, after all senders that already wait."""
         size = checked_size(message)
         if self._sending_end is not None or not await self._senders[channel].send(message, size):
             raise self._lost()

@@ -156,7 +156,7 @@ class ConnectionMachine(QuicConnection):
         try:
             datagrams = super().datagrams_to_send(now)
         except QuicPacketBuilderStop as error:  # no packet has room for what the peer made us send
-            raise PeerFault("No packet can be sent to it") from error
+            raise PeerFault("Frames to it do not fit into a packet") from error
         if not self._is_client:
             self._local_max_streams_bidi.value = len(STREAMS)
         return datagrams

@@ -272,7 +272,7 @@ def _segment(ancillary: Iterable[tuple[int, int, bytes]]) -> int:
 
 
 def _heard_at(source: Address, ancillary: Iterable[tuple[int, int, bytes]]) -> Address:
-    """Return a source, with the local address that its datagram came to, if the kernel tells it.
+    """Return a source, with the local address that its datagram came to, if the kernel reports it.
 
     The index of the interface becomes 0: the route chooses it for answers.
     """

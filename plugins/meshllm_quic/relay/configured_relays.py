@@ -87,7 +87,7 @@ async def _seek(
 
 
 def _next(addresses: Sequence[Address], silent: Address | None) -> Address:
-    """Return the address behind one that does not answer, or else the first."""
+    """Return the address after one that does not answer, or else the first."""
     if silent not in addresses:
         return addresses[0]
     return addresses[(addresses.index(silent) + 1) % len(addresses)]

@@ -15,8 +15,8 @@ and from outside, registers by both. An overheard `Register` can be replayed, bu
 address of its cookie and for at most two minutes: it restores an earlier state until the owner
 registers again. Such an attacker is on the owner's path, and could as well drop its datagrams.
 
-When all places are taken, a newcomer takes one of the network that has most, first one that was
-never used, so that nobody with many addresses in few networks keeps others out.
+When all slots are taken, a new registration replaces one of the network that has most, first one
+that was never used, so that nobody with many addresses in few networks keeps others out.
 
 A `Relayed` packet is forwarded unchanged if its sender is registered from that source address,
 and its recipient is registered. So a relay neither amplifies nor creates datagrams; an unregistered

@@ -1,8 +1,9 @@
 """Limits on the streams to a relay, and the source address that a stream gets.
 
-When all places are taken, a newcomer takes one of the network that has most, first one on which no
-node is registered, unless its own network then had as many. So strangers that renew their streams
-again and again keep other networks out only if they have as many networks as there are places.
+When all slots are taken, a new stream replaces one of the network that has most, first one on which
+no node is registered, unless its own network then had as many. So strangers that renew their
+streams again and again keep other networks out only if they have as many networks as there are
+slots.
 """
 
 from asyncio import BaseTransport, Transport

@@ -15,7 +15,7 @@ class Direct:
 
 @dataclass(frozen=True, slots=True)
 class ViaRelay:
-    """ViaRelay a relay, to a node that is registered there."""
+    """Through a relay, to a node that is registered there."""
 
     relay: Address
     """Identifies the relay, also when it is reached through a stream."""

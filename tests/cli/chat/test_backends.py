@@ -177,9 +177,7 @@ def test_a_provided_model_waits_for_no_ring(ask: Ask, node: FakeNode) -> None:
     assert "waiting" not in ask("chat", "--model", "fox").stderr
 
 
-def test_a_provider_that_answers_in_place_of_a_ring_is_named(
-    ask: Ask, node: FakeNode
-) -> None:
+def test_a_provider_that_answers_in_place_of_a_ring_is_named(ask: Ask, node: FakeNode) -> None:
     node.beside, node.waits_for = (ProviderOffer("gpu"),), "no plan yet"
     forming = ask("chat").stderr
     node.waits_for = ""
@@ -275,9 +273,7 @@ def test_the_reported_model_is_that_of_the_mesh(ask: Ask, node: FakeNode) -> Non
     assert json.loads(result.stdout)["model"] == "mesh/model"
 
 
-def test_a_name_of_another_machine_does_not_control_the_terminal(
-    ask: Ask, node: FakeNode
-) -> None:
+def test_a_name_of_another_machine_does_not_control_the_terminal(ask: Ask, node: FakeNode) -> None:
     name = "fox\x1b]0;moo\x07\n"
     node.provided = (replace(FOX, name=name),)
     flags = dict.fromkeys(keys()) | {"model": name}
@@ -425,9 +421,7 @@ def test_a_usual_state_folder_that_cannot_be_used_does_not_matter(
     assert ask("chat").stdout == "You said: hi\n"
 
 
-def test_nodes_runs_a_ring_in_this_process(
-    ask: Ask, node: FakeNode, local: FakeRing
-) -> None:
+def test_nodes_runs_a_ring_in_this_process(ask: Ask, node: FakeNode, local: FakeRing) -> None:
     result = ask("chat", "--nodes", "2", "--model", "m")
 
     assert (result.stdout, node.requests) == ("You said: hi\n", [])

@@ -166,7 +166,7 @@ def test_a_part_with_another_digest_is_deleted(
     path = place.partial(part_name(1))
     path.write_bytes(damage(path.read_bytes()))
 
-    with pytest.raises(PeerFault, match="not those of the mesh"):
+    with pytest.raises(PeerFault, match="lack the digest of the mesh"):
         place.verify(1, manifest(source, tmp_path)[1])
     assert not path.exists()
     assert not (place.folder / part_name(1)).exists()

@@ -125,7 +125,9 @@ def test_rows_that_do_not_continue_those_before_them_are_refused() -> None:
     received, rows = ReceivedRows(), torch.ones(1, 2, 3, 8)
     received.add(2, 0, 4, rows)
 
-    with pytest.raises(ModelError, match=r"float32 rows of shape \[1, 2, 3, 4\] at 4 behind 3 of"):
+    with pytest.raises(
+        ModelError, match=r"float32 rows of shape \[1, 2, 3, 4\] at 4 do not continue 3 rows of"
+    ):
         received.add(2, 4, 4, rows)
     received.add(2, 3, 4, rows)
 

@@ -97,7 +97,7 @@ def test_many_rows_are_computed_again_in_one_pass_only_if_that_was_tried(
     assert passes == ([MAX_ROWS] * 7 if reason else [RECOMPUTED_ROWS])  # one row is a step
     assert runner.is_row_invariant
     assert warnings_of(caplog) == (
-        [f"{MAX_ROWS} rows at a time are computed again, not more: {reason}"] if reason else []
+        [f"recomputation is limited to {MAX_ROWS} rows at a time: {reason}"] if reason else []
     )
 
 

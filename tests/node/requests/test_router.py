@@ -956,7 +956,8 @@ def test_a_need_that_no_provider_meets_is_refused_with_what_there_is(
             await all_of(router, replace(FOX, **needs))
         assert refused.value.name == param
         assert str(refused.value) == (
-            f"Nothing meets {unmet}: `fox` is served in bf16 by provider entry ({short(ENTRY)})"
+            f"No ring or provider meets {unmet}: `fox` is served in bf16 by provider entry"
+            f" ({short(ENTRY)})"
             f" with context 2048, and in int4 by provider other ({short(OTHER)}) with context 4096,"
             f" and in unknown precision by provider {short(THIRD)} with unknown context"
         )
@@ -1009,12 +1010,20 @@ def test_a_request_goes_to_the_provider_of_a_ring_s_model_if_only_it_has_what_it
 @pytest.mark.parametrize(
     ("needs", "param", "said"),
     [
-        ({"min_bits": 32}, "min_precision", f"Nothing meets `meshllm.min_precision`: {SERVED}"),
-        ({"min_context": 32769}, "min_context", f"Nothing meets `meshllm.min_context`: {SERVED}"),
+        (
+            {"min_bits": 32},
+            "min_precision",
+            f"No ring or provider meets `meshllm.min_precision`: {SERVED}",
+        ),
+        (
+            {"min_context": 32769},
+            "min_context",
+            f"No ring or provider meets `meshllm.min_context`: {SERVED}",
+        ),
         (
             {"needs_exact": True, "min_bits": 16},
             "min_precision",
-            f"Nothing meets `meshllm.exact` and `meshllm.min_precision`: {SERVED}",
+            f"No ring or provider meets `meshllm.exact` and `meshllm.min_precision`: {SERVED}",
         ),
         (
             {"needs_exact": True},
@@ -1030,12 +1039,13 @@ def test_a_request_goes_to_the_provider_of_a_ring_s_model_if_only_it_has_what_it
         (
             {"min_bits": 32, "ids": (1,) * 40_000},
             "min_precision",
-            f"Nothing meets `meshllm.min_precision`: {SERVED}",
+            f"No ring or provider meets `meshllm.min_precision`: {SERVED}",
         ),
         (
             {"min_context": 5000, "ids": (1,) * 40_000},
             "min_context",
-            f"Nothing meets `meshllm.min_context` and a prompt of 40000 tokens: {SERVED}",
+            "No ring or provider meets `meshllm.min_context` and a prompt of 40000 tokens: "
+            f"{SERVED}",
         ),
     ],
     ids=[
@@ -1617,7 +1627,9 @@ def test_no_provider_answers_what_must_be_exact(world: World) -> None:
     world.add(ENTRY, FakeRing(attempts=[answer()]))
 
     async def story() -> None:
-        with pytest.raises(WrongField, match=r"Nothing meets `meshllm\.exact`: ") as refused:
+        with pytest.raises(
+            WrongField, match=r"No ring or provider meets `meshllm\.exact`: "
+        ) as refused:
             await all_of(router, replace(FOX, needs_exact=True))
         assert refused.value.name == "meshllm.exact"
 

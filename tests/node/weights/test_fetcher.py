@@ -128,7 +128,7 @@ def test_what_a_node_that_died_has_left_is_continued_or_begun_again(
         (lambda want, true: [FileSize(1 << 39)], "allowed are 0 to"),
         (lambda want, true: [FileSize(4), FileChunk(b"12345")], "chunk of 5 bytes instead of 4"),
         (lambda want, true: [true[0], FileChunk(b"1")], "chunk of 1 bytes instead of"),
-        (lambda want, true: [FileSize(4), FileChunk(b"1234")], "not those of the mesh"),
+        (lambda want, true: [FileSize(4), FileChunk(b"1234")], "lack the digest of the mesh"),
         (lambda want, true: [WantFile(want.model, "x", 0)], "WantFile instead of the size"),
         (lambda want, true: [], "sent nothing for 30 s"),
     ],
@@ -326,7 +326,7 @@ def test_a_full_disk_ends_the_fetching_and_is_not_blamed_on_holders(
 ) -> None:
     async def story(town: Town) -> None:
         _, barn = await nodes.meet(town, "barn")
-        reason = "cannot be fetched: This node has too little space: .* has room for 0 bytes"
+        reason = "cannot be fetched: This node has too little space: .* has 0 bytes left"
         with monkeypatch.context() as full:
             full.setattr("meshllm.model.files.parts.FREE_BYTES", 1 << 60)
             with pytest.raises(ModelError, match=reason):

@@ -141,7 +141,7 @@ def test_a_packet_that_cannot_be_built_is_the_fault_of_the_peer(
     client.receive_datagram(retry(client, b"t" * 1171), PEER, 0.01)
     client.close()
 
-    with pytest.raises(PeerFault, match="No packet can be sent"):
+    with pytest.raises(PeerFault, match="do not fit into a packet"):
         client.datagrams_to_send(0.02)
 
 
