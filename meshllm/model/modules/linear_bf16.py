@@ -33,7 +33,7 @@ from meshllm.model.modules.quant_matrix import multiplies_matrices
 MAX_ROWS = 17
 """Rows of a batched step, of all its sessions, that have the bits of a single row."""
 DOT_ROWS = 128
-"""Rows up to which CPUs that multiply more of them faster otherwise use the instruction for pairs."""
+"""Rows up to which CPUs that multiply more of them faster otherwise use the pair instruction."""
 DOT_TILE = 240
 """Rows of a prompt that the instruction for pairs multiplies together: they fit in a CPU cache."""
 
