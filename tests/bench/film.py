@@ -78,7 +78,7 @@ def _browser() -> Iterator["Browser"]:
 
 def _serve(fleet: Fleet) -> tuple[str, str]:
     """Start the ring; return the address of its page, and a key of the owner."""
-    ticket, address = fleet.found(NAMES[0]), free_address()
+    ticket, address = fleet.create_mesh(NAMES[0]), free_address()
     for name in NAMES:
         api_server = ("--serve", address) if name == NAMES[0] else ()
         fleet.node(name).start("--join", ticket, "--members", str(len(NAMES)), *ALONE, *api_server)

@@ -83,7 +83,7 @@ def measure(name: str, layers: int, *, quiet_s: float = QUIET_S) -> Pauses:
     """Load a random model of these dimensions beside the built-in one."""
     with random_model(name, torch.bfloat16, layers) as folder, open_fleet() as fleet:
         size = (folder / "model.safetensors").stat().st_size >> 20
-        fleet.found("attic")
+        fleet.create_mesh("attic")
         node = fleet.node("attic").start("--model", f"builtin,{folder}", *ALONE)
         until(lambda: _serving(node) == 1, fleet.told)
         with Client(node).running() as client:

@@ -65,7 +65,7 @@ def main() -> None:
     )
     losses = []
     with open_fleet() as fleet:
-        ticket = fleet.found(NAMES[0])
+        ticket = fleet.create_mesh(NAMES[0])
         for name in NAMES:
             fleet.node(name).start("--join", ticket, "--members", str(len(NAMES)), *ALONE)
         fleet.form()

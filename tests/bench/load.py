@@ -272,7 +272,7 @@ def main() -> int:
     options = parser.parse_args()
     names = NODES[: options.nodes]
     with open_fleet() as fleet:
-        address, ticket = free_address(), fleet.found(names[0])
+        address, ticket = free_address(), fleet.create_mesh(names[0])
         for name in names[1:]:
             fleet.node(name).start("--join", ticket, *ALONE)
         api_server = ("--members", str(len(names)), "--serve", address)

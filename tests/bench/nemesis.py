@@ -100,7 +100,7 @@ class Ground:
     def ticket(self, name: str) -> str:
         """Create a founder, and return a ticket of its mesh."""
         address = f"{'quic' if self.relay else 'ws'}://{self.node(name).address}"
-        return self.fleet.found(name, address)
+        return self.fleet.create_mesh(name, address)
 
     def node(self, name: str) -> Node:
         """Return a node at its address."""

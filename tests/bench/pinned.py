@@ -109,7 +109,7 @@ def measure(replicas: int, chats: int, cores: Cores, *, is_random: bool = False)
     with open_fleet() as fleet, _pinned(cores.api_server):
         model = ("--model", str(random_model(fleet.folder / "model"))) if is_random else ()
         names, port = NAMES[:replicas], free_address().rpartition(":")[2]
-        ticket = fleet.found(INGRESS)
+        ticket = fleet.create_mesh(INGRESS)
         ring = "--members", "1", "--replicas", str(replicas), "--exclude", INGRESS
         api_server = fleet.node(INGRESS).start(
             *ALONE, *model, *ring, "--port", port, command=("serve", "--threads", "1"),

@@ -123,7 +123,7 @@ def measure(name: str) -> Row:
     with models(name) as folder, nothing_remembered(), open_fleet() as fleet:
         size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         stock = plain(folder)
-        ticket = fleet.found("founder")
+        ticket = fleet.create_mesh("founder")
         starts, weighed = [start(fleet, ticket, folder)], weigh(fleet)
         for node in fleet.nodes.values():
             node.kill()

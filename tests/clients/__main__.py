@@ -100,7 +100,7 @@ def open_api_server() -> Iterator[tuple[Fleet, str]]:
     """Run a ring of three; yield it with the address of its API."""
     with open_fleet() as fleet:
         address = free_address()
-        ticket = fleet.found(NODES[0])
+        ticket = fleet.create_mesh(NODES[0])
         options = ("--dtype", "float32", *ALONE)
         for name in NODES[1:]:
             fleet.node(name).start("--join", ticket, *options)

@@ -267,7 +267,7 @@ def try_engine(engine: RealEngine, env: Path) -> dict[str, str]:
     """Serve an engine by a mesh of two nodes; return the problem of each check."""
     command = engine.command(env, find_folder(BUILTIN))
     with open_fleet() as fleet:
-        ticket = fleet.found("ingress")
+        ticket = fleet.create_mesh("ingress")
         api_server, gpu = fleet.node("ingress"), fleet.node("gpu")
         api_server.start(*ALONE)
         gpu.start("--join", ticket, *ALONE, *command, command=("provide",))

@@ -29,7 +29,7 @@ def fleet(server: ForkServer) -> Iterator[Fleet]:
 def mesh(server: ForkServer) -> Iterator[Fleet]:
     """Three nodes with full logs, one of them as JSON; the founder last. `trio` keeps it whole."""
     with open_fleet(server) as fleet:
-        ticket = fleet.found("attic")
+        ticket = fleet.create_mesh("attic")
         fleet.node("bench").start("--join", ticket, "--log-format", "json", *ALONE, root=("-vv",))
         fleet.node("cellar").start("--join", ticket, *ALONE, root=("-vv",))
         fleet.node("attic").start("--members", "3", *ALONE, root=("-vv",))

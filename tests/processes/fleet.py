@@ -209,7 +209,7 @@ class Fleet:
             self.nodes[name] = Node(name, self.folder / name, at, self.server)
         return self.nodes[name]
 
-    def found(self, name: str, *addresses: str) -> str:
+    def create_mesh(self, name: str, *addresses: str) -> str:
         """Create the state of a founder, and return a ticket of its mesh."""
         node = self.node(name)
         store = StateStore.open(node.state)

@@ -35,7 +35,7 @@ ASKED = {"model": "builtin", "messages": TURNS, "temperature": 0, "max_tokens": 
 def host(server: ForkServer) -> Iterator[Node]:
     """A node that holds the whole model."""
     with open_fleet(server) as fleet:
-        fleet.found("host")
+        fleet.create_mesh("host")
         fleet.node("host").start(*ALONE)
         fleet.form()
         yield fleet.node("host")
@@ -141,7 +141,7 @@ def test_the_api_server_outlives_its_mesh(
     client: httpx2.Client, tmp_path: Path, fleet: Fleet
 ) -> None:
     node = fleet.node("host")
-    fleet.found("host")
+    fleet.create_mesh("host")
     node.start(*ALONE)
     fleet.form()
     with api_server(node, tmp_path / "thin") as url:

@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.socket, pytest.mark.timeout(300)]
 def test_a_ticket_with_a_dead_address_is_enough_on_one_network(
     fleet: Fleet, answers: Answers
 ) -> None:
-    ticket = fleet.found("founder", f"ws://{free_address()}")
+    ticket = fleet.create_mesh("founder", f"ws://{free_address()}")
 
     fleet.node("founder").start("--members", "3")
     fleet.node("one", free_address("[::1]")).start("--join", ticket)
@@ -25,7 +25,7 @@ def test_a_ticket_with_a_dead_address_is_enough_on_one_network(
 def test_a_ring_forms_over_ipv6(fleet: Fleet, answers: Answers) -> None:
     for name in ("founder", "one"):
         fleet.node(name, free_address("[::1]"))
-    ticket = fleet.found("founder")
+    ticket = fleet.create_mesh("founder")
 
     fleet.node("founder").start("--members", "2", *ALONE)
     fleet.node("one").start("--join", ticket, *ALONE)

@@ -34,7 +34,7 @@ KEY = "a-key-that-several-doors-know"
 def pair(server: ForkServer) -> Iterator[Fleet]:
     """A founder and a node that joined it."""
     with open_fleet(server) as fleet:
-        ticket = fleet.found("founder")
+        ticket = fleet.create_mesh("founder")
         fleet.node("founder").start("--members", "2", *ALONE)
         fleet.node("guest").start("--join", ticket, *ALONE)
         fleet.form()
@@ -133,7 +133,7 @@ def test_a_key_revoked_on_one_node_is_refused_at_the_api_server_of_another(fleet
     address, keys = free_address(), fleet.folder / "keys"
     keys.write_text(f"{KEY}\n")
     keys.chmod(0o600)
-    invitation = fleet.found("founder")
+    invitation = fleet.create_mesh("founder")
     api_server = ("--serve", address, "--key-file", str(keys))
     fleet.node("founder").start("--members", "2", *ALONE)
     fleet.node("guest").start("--join", invitation, *api_server, *ALONE)
@@ -155,7 +155,7 @@ def models_status(address: str) -> int:
 
 
 def test_a_removal_shuts_out_one_member_and_no_other(fleet: Fleet) -> None:
-    invitation = fleet.found("founder")
+    invitation = fleet.create_mesh("founder")
     founder = fleet.node("founder").start("--members", "1", *ALONE)
     fleet.form()
     unused = ticket(founder)

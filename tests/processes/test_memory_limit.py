@@ -28,7 +28,7 @@ def pair() -> Iterator[Fleet]:
     """Two nodes in one ring; the kernel limits the data of each to the memory it offers."""
     limit, offer = ("prlimit", f"--data={OFFER}"), ("--memory", f"{OFFER >> 20}MiB")
     with open_fleet() as fleet:
-        ticket = fleet.found("one")
+        ticket = fleet.create_mesh("one")
         fleet.node("one").start("--members", "2", *offer, *ALONE, within=limit)
         fleet.node("two").start("--join", ticket, *offer, *ALONE, within=limit)
         fleet.form()

@@ -161,7 +161,7 @@ class Mesh:
     ticket: str = ""
 
     def start(self) -> None:
-        self.ticket = self.fleet.found(RING_NODES[0])
+        self.ticket = self.fleet.create_mesh(RING_NODES[0])
         for name in (*RING_NODES, PROVIDER):
             self.start_node(name)
             until(self.node(name).is_up, self.fleet.told)
@@ -177,7 +177,7 @@ class Mesh:
     def start_over_three(self) -> None:
         """Split the second model over three of four nodes, one of which serves a replica too."""
         self.twelve, self.split = self.other, 3
-        self.ticket = self.fleet.found(RING_NODES[0])
+        self.ticket = self.fleet.create_mesh(RING_NODES[0])
         for name in (*RING_NODES, PROVIDER):
             self.start_node(name)
             until(self.node(name).is_up, self.fleet.told)
@@ -330,7 +330,7 @@ def test_each_of_five_processes_may_die(
 def test_one_process_serves_two_models_and_another_one_answers_for_both(
     fleet: Fleet, other: str
 ) -> None:
-    ticket = fleet.found("attic")
+    ticket = fleet.create_mesh("attic")
     attic, bench = fleet.node("attic"), fleet.node("bench")
     models = ("--model", f"builtin,{other}")
     attic.start(*models, *ALONE)
@@ -362,7 +362,7 @@ def test_one_process_serves_two_models_and_another_one_answers_for_both(
 def test_two_replicas_share_a_process_and_one_goes_on_when_the_other_breaks(
     fleet: Fleet, other: str
 ) -> None:
-    ticket = fleet.found("attic")
+    ticket = fleet.create_mesh("attic")
     attic, bench, cellar = (fleet.node(name) for name in RING_NODES[:3])
     model, first = ("--model", other, *ALONE), ("--layers", "0:8")
 

@@ -21,7 +21,7 @@ NAMES = ("founder", "one", "two")
 def test_every_order_makes_one_ring_that_answers_from_each_node(
     fleet: Fleet, order: tuple[str, ...], answers: Answers
 ) -> None:
-    ticket = fleet.found("founder")
+    ticket = fleet.create_mesh("founder")
 
     for name in order:
         # The ticket is for all three; the node that made it knows it.

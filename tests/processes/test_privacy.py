@@ -51,7 +51,7 @@ for name, attempt in (
 def node(server: ForkServer) -> Iterator[Node]:
     """One node, in a folder that others may enter."""
     with open_fleet(server) as fleet:
-        fleet.found("attic")
+        fleet.create_mesh("attic")
         node = fleet.node("attic").start(*ALONE)
         until(node.is_up, fleet.told)
         fleet.folder.chmod(0o755)

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.socket, pytest.mark.timeout(300)]
 
 
 def test_the_models_of_an_engine_are_served_by_the_mesh(fleet: Fleet, answers: Answers) -> None:
-    ticket = fleet.found("attic")
+    ticket = fleet.create_mesh("attic")
     attic, gpu = fleet.node("attic"), fleet.node("gpu")
     attic.start(*ALONE)
     engine = ("--", sys.executable, "-m", "tests.builders.fake_engine", "{port}")

@@ -82,7 +82,7 @@ def test_no_log_holds_a_prompt_an_answer_or_a_secret(trio: Fleet) -> None:
 
 def test_no_file_of_a_node_holds_a_prompt_or_an_answer(fleet: Fleet) -> None:
     address, trace, node = free_address(), fleet.folder / "trace.jsonl", fleet.node("attic")
-    fleet.found("attic")
+    fleet.create_mesh("attic")
     api_server = "--model", "builtin", "--serve", address, "--trace", str(trace)
     variables = {"XDG_CACHE_HOME": own_cache(node.folder)}
     node.start(*api_server, *ALONE, root=("-vv",), variables=variables)

@@ -40,7 +40,7 @@ def test_nodes_fetch_their_layers_and_outlive_the_only_one_with_the_model(
     fleet: Fleet, answers: Answers, tmp_path: Path
 ) -> None:
     model = shutil.copytree(find_folder(BUILTIN), tmp_path / "model")
-    ticket = fleet.found("attic")
+    ticket = fleet.create_mesh("attic")
     attic, *others = [fleet.node(name) for name in NAMES]
     start(attic, "--model", str(model), "--members", "3")
     for each in others:
@@ -68,7 +68,7 @@ def test_a_node_that_died_while_it_fetched_fetches_what_is_damaged_again(
     fleet: Fleet, answers: Answers, tmp_path: Path
 ) -> None:
     model = shutil.copytree(find_folder(BUILTIN), tmp_path / "model")
-    ticket = fleet.found("attic")
+    ticket = fleet.create_mesh("attic")
     attic, barn = fleet.node("attic"), fleet.node("barn")
     start(attic, "--model", str(model), "--members", "2")
     start(barn, "--join", ticket)
@@ -98,7 +98,7 @@ def test_weights_that_the_founder_has_changed_are_fetched_again_and_the_old_ones
     fleet: Fleet, tmp_path: Path
 ) -> None:
     model = shutil.copytree(find_folder(BUILTIN), tmp_path / "model")
-    ticket = fleet.found("attic")
+    ticket = fleet.create_mesh("attic")
     attic, barn = fleet.node("attic"), fleet.node("barn")
     own = "--model", str(model), "--layers", "4:8"
     start(attic, *own, "--members", "2")

@@ -15,7 +15,7 @@ WATCH_S = 10.0  # s; a node dials a new member at once, then with a backoff of 1
 def reach_an_inner_server() -> Outcome:
     """Publish a loopback address with a path, and count what arrives there."""
     with open_fleet() as fleet:
-        ticket = fleet.found("victim")
+        ticket = fleet.create_mesh("victim")
         victim = fleet.node("victim").start("--model", "builtin", *ALONE)
         fleet.form()
         alone = alone_s(victim)

@@ -62,7 +62,7 @@ def _owner() -> Iterator[tuple[Node, str]]:
     """Start a node that serves the API; yield it and the address."""
     address = free_address()
     with open_fleet() as fleet:
-        fleet.found("owner")
+        fleet.create_mesh("owner")
         owner = fleet.node("owner").start("--model", "builtin", "--serve", address, *ALONE)
         fleet.form()
         yield owner, address

@@ -74,7 +74,7 @@ def _silent(hosts: Sequence[str], target: str) -> Outcome:
     with open_fleet() as fleet:
         port = int(free_address("[::1]" if ":" in target else target).rpartition(":")[2])
         fleet.node("owner", f"{target}:{port}")
-        fleet.found("owner")
+        fleet.create_mesh("owner")
         owner = fleet.node("owner").start("--model", "builtin", *ALONE)
         fleet.form()
         invitation = StateStore.open(owner.state).invite(

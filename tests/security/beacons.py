@@ -19,7 +19,7 @@ FORGED = 50  # different ones, which are replayed
 def inject_beacons() -> Outcome:
     """Send forged and replayed beacons without end to a node that listens for them."""
     with open_fleet() as fleet:
-        fleet.found("owner")
+        fleet.create_mesh("owner")
         owner = fleet.node("owner").start("--model", "builtin")
         fleet.form()
         mesh = bytes.fromhex(owner.status()["mesh"])

@@ -25,7 +25,7 @@ LISTEN_S = 3.0  # s; a beat is sent each half second
 def freeze_the_charter() -> Outcome:
     """Publish the highest versions; then restart the owner with flags, and remove the member."""
     with open_fleet() as fleet:
-        ticket = fleet.found("owner")
+        ticket = fleet.create_mesh("owner")
         owner = fleet.node("owner").start("--model", "builtin", *ALONE)
         fleet.form()
         alone = alone_s(owner)
@@ -44,7 +44,7 @@ def freeze_the_charter() -> Outcome:
 def exclude_all() -> Outcome:
     """Exclude every node and ask for more than any can hold; then restart the owner."""
     with open_fleet() as fleet:
-        ticket = fleet.found("owner")
+        ticket = fleet.create_mesh("owner")
         owner = fleet.node("owner").start("--model", "builtin", *ALONE)
         fleet.form()
         alone = alone_s(owner)

@@ -94,7 +94,7 @@ def push_out_a_prefix() -> Outcome:
 def _owner() -> Iterator[tuple[Node, str, Path]]:
     """Start a node; yield it, a client's ticket, and a folder for that client."""
     with open_fleet() as fleet:
-        fleet.found("owner")
+        fleet.create_mesh("owner")
         owner = fleet.node("owner").start("--model", "builtin", *ALONE)
         fleet.form()
         at = (f"ws://{owner.address}",)

@@ -36,7 +36,7 @@ def charter_names_a_folder() -> Outcome:
     """Join a mesh whose model is a folder that exists on the joiner's machine."""
     with open_fleet() as fleet:
         folder = _copy(fleet)
-        ticket = fleet.found("founder")
+        ticket = fleet.create_mesh("founder")
         fleet.node("founder").start("--model", str(folder), *ALONE)
         fleet.form()
         joiner = fleet.node("joiner").start("--join", ticket, *ALONE)
@@ -76,7 +76,7 @@ def planted_lock() -> Outcome:
     with open_fleet() as fleet:
         precious = fleet.folder / "precious"
         precious.write_text("precious")
-        fleet.found("victim")
+        fleet.create_mesh("victim")
         victim = fleet.node("victim")
         (victim.state / "lock").symlink_to(precious)
         code = victim.start(*ALONE).ended()
@@ -91,7 +91,7 @@ def link_out_of_the_folder() -> Outcome:
         folder, key = _copy(fleet), fleet.folder / "id_ed25519"
         key.write_text("the key of the victim")
         (folder / "chat_template.jinja").symlink_to(key)
-        fleet.found("victim")
+        fleet.create_mesh("victim")
         victim = fleet.node("victim").start("--model", str(folder), *ALONE)
         code = victim.ended()
         said = next((each for each in victim.stderr.splitlines() if "error" in each), "")
@@ -104,7 +104,7 @@ def _victim_with(fleet: Fleet, changes: dict[str, Any]) -> Node:
     folder = _copy(fleet)
     path = folder / "tokenizer.json"
     path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | changes), "utf-8")
-    fleet.found("victim")
+    fleet.create_mesh("victim")
     victim = fleet.node("victim").start("--model", str(folder), *ALONE)
     fleet.form()
     return victim
@@ -128,7 +128,7 @@ def endless_template() -> Outcome:
         folder = _copy(fleet)
         loops = "".join(f"{{% for {name} in range(99999) %}}" for name in "abcd")
         (folder / "chat_template.jinja").write_text(loops + "{% endfor %}" * 4)
-        fleet.found("victim")
+        fleet.create_mesh("victim")
         victim = fleet.node("victim").start("--model", str(folder), *ALONE)
         fleet.form()
         client = NodeClient(victim.state / SOCKET)

@@ -82,7 +82,7 @@ async def _records(member: Member) -> None:
 def _by(role: Role, burst: Burst) -> Callable[[], Outcome]:
     def attack() -> Outcome:
         with open_fleet() as fleet:
-            fleet.found("owner")
+            fleet.create_mesh("owner")
             owner = fleet.node("owner").start("--model", "builtin", "--members", "1", *ALONE)
             fleet.form()
             at = (f"ws://{owner.address}",)

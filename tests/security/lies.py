@@ -35,7 +35,7 @@ def claim_to_have_loaded() -> Outcome:
 
 def _boasting(*, says_loaded: bool) -> Outcome:
     with open_fleet() as fleet:
-        ticket = fleet.found("owner")
+        ticket = fleet.create_mesh("owner")
         pinned = "--members", "2", "--entry", "self"
         owner = fleet.node("owner").start("--model", "builtin", *pinned, *ALONE)
         fleet.form()
@@ -88,7 +88,7 @@ def compute_wrong_values() -> Outcome:
 def exceed_the_context() -> Outcome:
     """As the entry, send rows of 64 sessions at positions that the model does not have."""
     with open_fleet() as fleet:
-        ticket = fleet.found("liar")
+        ticket = fleet.create_mesh("liar")
         pinned = "--members", "2", "--entry", "self"
         lying = fleet.node("liar")
         lying.start("--model", "builtin", *pinned, *ALONE, within=(sys.executable, LIAR, "beyond"))
@@ -111,7 +111,7 @@ def exceed_the_context() -> Outcome:
 def _pair(lie: str) -> Iterator[tuple[Node, Node]]:
     """Start the owner's node and a liar that joins it; yield both when their ring serves."""
     with open_fleet() as fleet:
-        ticket = fleet.found("owner")
+        ticket = fleet.create_mesh("owner")
         owner = fleet.node("owner").start("--model", "builtin", "--members", "2", *ALONE)
         within = sys.executable, LIAR, lie
         liar = fleet.node("liar").start("--join", ticket, *ALONE, within=within)

@@ -14,7 +14,7 @@ SECRET = "my secret"
 def redirect_a_prompt() -> Outcome:
     """Run `meshllm chat` in a folder whose project file has the ticket of a running mesh."""
     with open_fleet() as fleet:
-        fleet.found("stranger")
+        fleet.create_mesh("stranger")
         stranger = fleet.node("stranger").start("--model", "builtin", *ALONE)
         fleet.form()
         at = (f"ws://{stranger.address}",)

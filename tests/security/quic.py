@@ -38,7 +38,7 @@ QUIC = ("--transport", "quic")
 def half_open_connections() -> Outcome:
     """Renew 64 half-open connections from each of four hosts, and let others join."""
     with open_fleet() as fleet:
-        fleet.found("owner", f"quic://{fleet.node('owner').address}")
+        fleet.create_mesh("owner", f"quic://{fleet.node('owner').address}")
         owner = fleet.node("owner").start("--model", "builtin", *QUIC, *ALONE)
         fleet.form()
 
@@ -52,7 +52,7 @@ def half_open_connections() -> Outcome:
 def data_after_tls() -> Outcome:
     """Finish TLS with a key of no member, then send junk, pings and streams without end."""
     with open_fleet() as fleet:
-        fleet.found("owner", f"quic://{fleet.node('owner').address}")
+        fleet.create_mesh("owner", f"quic://{fleet.node('owner').address}")
         owner = fleet.node("owner").start("--model", "builtin", *QUIC, *ALONE)
         fleet.form()
         return slowed(owner, lambda: running(partial(_talk, _port(owner))))

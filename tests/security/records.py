@@ -67,7 +67,7 @@ def future_records() -> Outcome:
 def two_of_one_name() -> Outcome:
     """Take the name of a node that the owner prefers and the founder pinned."""
     with open_fleet() as fleet:
-        ticket = fleet.found("owner")
+        ticket = fleet.create_mesh("owner")
         words = "--members", "1", "--prefer", "bob"
         owner = fleet.node("owner").start("--model", "builtin", *words, *ALONE)
         fleet.node("bob").start("--join", ticket, "--model", "builtin", *ALONE)
@@ -94,7 +94,7 @@ async def _be_bob(ticket: str, fleet: Fleet) -> float:
 
 def _with_member(attempt: Attempt, bound: str) -> Outcome:
     with open_fleet() as fleet:
-        ticket = fleet.found("owner")
+        ticket = fleet.create_mesh("owner")
         owner = fleet.node("owner").start("--model", "builtin", "--members", "1", *ALONE)
         fleet.form()
 

@@ -28,7 +28,7 @@ GOSSIP_S = 6.0  # s
 def fill_the_removals() -> Outcome:
     """Sign as many removals as a mesh remembers; then the owner removes the member."""
     with open_fleet() as fleet:
-        ticket = fleet.found("owner")
+        ticket = fleet.create_mesh("owner")
         owner = fleet.node("owner").start("--model", "builtin", *ALONE)
         fleet.form()
         alone = alone_s(owner)
@@ -52,7 +52,7 @@ def return_with_a_new_key() -> Outcome:
 def greet_after_a_removal() -> Outcome:
     """Join, be removed, and dial again with the key and all that a member knows."""
     with open_fleet() as fleet:
-        ticket = fleet.found("owner")
+        ticket = fleet.create_mesh("owner")
         owner = fleet.node("owner").start("--model", "builtin", *ALONE)
         fleet.form()
         state = fleet.folder / "attacker"
@@ -64,7 +64,7 @@ def greet_after_a_removal() -> Outcome:
 def spare_what_the_founder_removed() -> Outcome:
     """Sign another removal of a removed member, which spares its guest."""
     with open_fleet() as fleet:
-        ticket = fleet.found("owner")
+        ticket = fleet.create_mesh("owner")
         owner = fleet.node("owner").start("--model", "builtin", *ALONE)
         fleet.form()
         first, heard = asyncio.run(_spare(ticket, fleet.folder, owner))

@@ -300,7 +300,7 @@ class ToyLoader(SpanLoader):
 class ToyPreparation(Preparation):
     """Takes a toy model, at once."""
 
-    async def found(self) -> tuple[ModelRuntime, Charter]:
+    async def open_founding_model(self) -> tuple[ModelRuntime, Charter]:
         engine = ToyModel(self.worker)
         charter = charter_of(self.options, engine.shape, CONFIG)
         return engine, amend(charter, self.options, {}, engine.shape.context)

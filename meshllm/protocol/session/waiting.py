@@ -113,7 +113,7 @@ class PromptQueue:
     def leave(self, session: SessionId) -> None:
         """Forget a session of which nothing is in flight any more."""
         self.end(session)
-        self._sessions.pop(session, None)
+        del self._sessions[session]
 
     def _fits(self, rows: int) -> bool:
         return rows + sum(each.in_flight for each in self._sessions.values()) <= self.most_rows
