@@ -420,7 +420,7 @@ def _given(
 
 def _parse_file(path: Path, data: bytes) -> dict[str, Any]:
     try:
-        return tomllib.loads(data.decode())
+        return tomllib.loads(data.decode("utf-8-sig"))  # some editors begin a file with a mark
     except RecursionError:
         reason = "nested too deeply"
     except ValueError as error:  # not UTF-8, not TOML, or a number of thousands of digits

@@ -211,8 +211,13 @@ def _refusal(number: int, reason: str, path: Path) -> OSError:
 
 
 def keep_temporary_files(folder: Path) -> None:
-    """Let this process keep its temporary files in a folder if it may write to no usual one."""
+    """Let this process keep its temporary files in a folder if it may write to no usual one.
+
+    Raises:
+        OSError: that one cannot be used either.
+    """
     try:
         tempfile.gettempdir()
     except FileNotFoundError:
+        make_private(folder)
         tempfile.tempdir = str(folder)

@@ -360,7 +360,7 @@ class Interruption:
     text: str
     """What happened, for people: who is gone, and which layers the others took over."""
     pause_s: float
-    """Seconds from the loss to this event."""
+    """Seconds without new text: from the last before the loss to this event."""
 
 
 @dataclass(frozen=True, slots=True)

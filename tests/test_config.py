@@ -155,6 +155,14 @@ def test_a_home_that_is_not_a_folder_sets_nothing(monkeypatch: pytest.MonkeyPatc
     assert load({}).settings == Settings()
 
 
+def test_a_file_may_begin_with_a_byte_order_mark(folder: Path) -> None:
+    path = files(folder)[0]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\ufeffmax_tokens = 7\n", encoding="utf-8")
+
+    assert load({}, environ={}, folder=folder).settings.max_tokens == 7
+
+
 def test_a_binary_file_is_reported(folder: Path) -> None:
     (folder / "meshllm.toml").write_bytes(b"model = '\xff'")
 

@@ -309,8 +309,9 @@ def test_a_file_that_cannot_be_replaced_leaves_no_other(tmp_path: Path) -> None:
 def test_temporary_files_are_kept_in_a_folder_if_no_usual_one_can_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keep_temporary_files(tmp_path)
-    assert tempfile.gettempdir() != str(tmp_path)
+    folder = tmp_path / "state"
+    keep_temporary_files(folder)
+    assert tempfile.gettempdir() != str(folder)
 
     def none() -> str:
         raise FileNotFoundError
@@ -318,6 +319,7 @@ def test_temporary_files_are_kept_in_a_folder_if_no_usual_one_can_be_written(
     monkeypatch.setattr(tempfile, "tempdir", None)
     with monkeypatch.context() as full:
         full.setattr(tempfile, "_get_default_tempdir", none)
-        keep_temporary_files(tmp_path)
+        keep_temporary_files(folder)
 
-    assert tempfile.gettempdir() == str(tmp_path)
+    assert tempfile.gettempdir() == str(folder)
+    assert folder.is_dir()

@@ -86,7 +86,7 @@ def _families(status: MeshStatus) -> Iterator[_Family]:
     )
     yield _counter(
         "paused_seconds_total",
-        "Time from these losses to the next text.",
+        "Time that answers had no new text because of these losses.",
         [_Sample({"cause": each.cause}, each.paused_s) for each in counts.losses],
     )
     yield _counter(

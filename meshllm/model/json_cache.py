@@ -39,7 +39,7 @@ def load_cached(folder: Path, *key: str | float) -> Any:
         os.utime(record)
     try:
         return json.loads(read_own(record, MAX_RECORD_BYTES))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 

@@ -160,8 +160,8 @@ class _Hook(MetaPathFinder):
         folder = Path(path).parent if Path(path).is_file() else Path(path)
         key = "import structure", version("transformers"), str(folder), folder.stat().st_mtime_ns
         cache = cache_path()
-        with suppress(TypeError, ValueError, LookupError):  # damaged
-            return _structure_from_json(load_cached(cache, *key))
+        with suppress(TypeError, ValueError, LookupError, AttributeError):  # damaged
+            return dict(_structure_from_json(load_cached(cache, *key)).items())
         utils = sys.modules[_UTILS]
         exports = getattr(utils, _EXPORTS)
         setattr(utils, _SCAN, self.scan)  # it calls itself for subfolders

@@ -92,10 +92,11 @@ def test_a_full_disk_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not list(tmp_path.iterdir())
 
 
-def test_a_damaged_record_is_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize("data", [b"\xff{", b"[" * 100_000])
+def test_a_damaged_record_is_none(tmp_path: Path, data: bytes) -> None:
     store_cached(tmp_path, 1, "key")
     (record,) = tmp_path.iterdir()
-    record.write_bytes(b"\xff{")
+    record.write_bytes(data)
 
     assert load_cached(tmp_path, "key") is None
 

@@ -56,7 +56,7 @@ DAMAGE = """
     from pathlib import Path
     (record,) = Path(os.environ["XDG_CACHE_HOME"], "meshllm").glob("*.json")
     written = record.read_text()
-    record.write_text('{"pairs": 3}')
+    record.write_text('DATA')
 """
 REPAIRED = """
     print(record.read_text() == written)
@@ -76,7 +76,8 @@ EACH = """
 @pytest.fixture(scope="module")
 def scanned(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
     """What processes tell that fill a cache, find it full, and find it damaged."""
-    codes = [SPY + LOOK + COMPARE, LOOK, DAMAGE + LOOK + REPAIRED]
+    damaged = (DAMAGE.replace("DATA", data) + LOOK + REPAIRED for data in ('{"pairs": 3}', "[]"))
+    codes = [SPY + LOOK + COMPARE, LOOK, *damaged]
     done = subprocess.run(
         [sys.executable, "-c", *map(textwrap.dedent, (EACH, *codes))],
         env={**os.environ, "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))},
@@ -181,8 +182,8 @@ def test_the_last_exports_of_a_module_are_found(text: str) -> None:
 
 
 def test_transformers_is_scanned_once_per_machine(scanned: list[list[str]]) -> None:
-    first, (second, third) = scanned[0][:4], scanned[1:]
+    first, (second, *others) = scanned[0][:4], scanned[1:]
 
     assert first == ["True", *second[1:]]
     assert second[:3] == ["False", "gpt2", "transformers.utils.import_utils"]
-    assert third == [*first, "True"]  # the record is as before
+    assert others == [[*first, "True"]] * 2  # the record is as before

@@ -9,6 +9,7 @@ which no key can be found. Only who knows a key can make its tag, so that a memb
 the keys that it was given. The tag of a stored key is encrypted, as long as it is not revoked.
 """
 
+import errno
 import os
 import re
 import secrets
@@ -45,6 +46,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _CONTEXT = "meshllm 2026-11-25 API keys"  # of blake3's key derivation; changing it voids all keys
 _TAG_CONTEXT = "meshllm 2026-11-26 tags of API keys"
 _HINT = "check the disk and who may write there, or choose another folder with `--state`"
+_DAMAGED = "move it away to begin without its keys, or put back a copy of it"
+_FULL = "free some space there, or choose another folder with `--state`"
 _OWN = ""  # the owner of this node, as the one who revoked
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS keys (
@@ -324,7 +327,7 @@ def _connect(path: Path) -> sqlite3.Connection:
             path, timeout=BUSY_S, isolation_level=None, check_same_thread=False
         )
     except (OSError, sqlite3.Error) as error:
-        raise UserError(f"`{path}` cannot be used: {error}", hint=_HINT) from None
+        raise _unusable(path, error) from None
     try:
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = NORMAL")
@@ -333,8 +336,16 @@ def _connect(path: Path) -> sqlite3.Connection:
             _add_column(database, name, kind)
     except sqlite3.Error as error:
         database.close()
-        raise UserError(f"`{path}` cannot be used: {error}", hint=_HINT) from None
+        raise _unusable(path, error) from None
     return database
+
+
+def _unusable(path: Path, error: OSError | sqlite3.Error) -> UserError:
+    code = getattr(error, "sqlite_errorcode", None)
+    is_full = code == sqlite3.SQLITE_FULL or getattr(error, "errno", None) == errno.ENOSPC
+    is_damaged = code in {sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT}
+    hint = _DAMAGED if is_damaged else _FULL if is_full else _HINT
+    return UserError(f"`{path}` cannot be used: {error}", hint=hint)
 
 
 def _create(path: Path) -> None:

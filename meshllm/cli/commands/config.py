@@ -15,9 +15,9 @@ import typer
 from meshllm.cli.shared.complete import setting_names
 from meshllm.cli.shared.options import Json, help_of, shown
 from meshllm.cli.terminal import render
-from meshllm.config import change, current, files, find_key, keys, load
+from meshllm.config import Settings, change, current, files, find_key, keys, load, state_path
 from meshllm.errors import UserError
-from meshllm.local_files import hint_of, reason_of
+from meshllm.local_files import hint_of, keep_temporary_files, reason_of
 
 app = typer.Typer(
     help="Show and change settings, and see where they come from.",
@@ -189,6 +189,11 @@ def _edited(text: str) -> str | None:
         UserError: the editor cannot be started, or fails.
     """
     editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
+    try:
+        keep_temporary_files(state_path(Settings()))
+    except OSError as error:
+        text = f"There is no place for a copy to edit: {reason_of(error)}"
+        raise UserError(text, hint="set `TMPDIR`") from None
     with tempfile.TemporaryDirectory(prefix="meshllm-") as folder:
         path = Path(folder) / "config.toml"
         path.write_text(text, encoding="utf-8", errors=_ANY_BYTES)

@@ -101,10 +101,16 @@ def create(
     chosen = settings(flags)
     with opened_accounts(chosen) as accounts:
         key = accounts.create(name, limits, now, is_owner=owner)
-    if as_json:
-        render.dump({"name": name, "key": key, "expires_s": expires_s, "owner": owner})
-    else:
-        render.out(key)
+    try:
+        if as_json:
+            render.dump({"name": name, "key": key, "expires_s": expires_s, "owner": owner})
+        else:
+            render.out(key)
+    except (MeshError, SystemExit):  # it is stored, so that no other process can use the name
+        text = f"nobody has seen this key: revoke it with `meshllm key revoke {name}`"
+        render.print_message(text)
+        raise
+    if not as_json:
         render.print_message("stored as a hash: it cannot be shown again")
     if limits.models and _is_running(chosen):
         _note_unserved(chosen, limits.models)

@@ -113,6 +113,15 @@ def resolve(
     return open_folder(name, find_folder(name, revision, is_own=is_own))
 
 
+def _check_sizes(config: PreTrainedConfig) -> None:
+    # Some types take the number of layers from a list or a text.
+    layers, width = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 1)
+    if layers > MAX_COUNT:
+        raise ValueError(f"it has {layers} layers, more than {MAX_COUNT}")
+    if width < 1:
+        raise ValueError(f"its `hidden_size` is {width}")
+
+
 def open_folder(name: str, folder: Path) -> Source:
     """Read the config of a model.
 
@@ -142,10 +151,7 @@ def open_folder(name: str, folder: Path) -> Source:
     try:
         with quiet():
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        # Some types take the number of layers from a list or a text.
-        layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0)
-        if layers > MAX_COUNT:
-            raise ValueError(f"it has {layers} layers, more than {MAX_COUNT}")
+        _check_sizes(config.get_text_config(decoder=True))
     except _INVALID as error:
         raise ModelError(f"`{path}` is not a valid `{model_type}` config: {error}") from error
     check_causal(config)

@@ -20,7 +20,8 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 
 from meshllm.config import cache_path
-from meshllm.errors import ModelError
+from meshllm.errors import ModelError, UserError
+from meshllm.local_files import reason_of
 from meshllm.model.files.loader import list_weights, open_file
 from meshllm.model.files.source import Source, load_stock, stored_dtype
 from meshllm.model.json_cache import load_cached, locked, model_code, store_cached
@@ -112,6 +113,9 @@ def check(
 
     ``folder`` is that of the cached verdicts; the user's cache by default. A model that is to run
     whole is not compared in parts, which takes as long again; its verdict says that it was not.
+
+    Raises:
+        UserError: a tiny model cannot be saved to compare it.
     """
     table = read_table()
     if reason := table.excluded.get(config.model_type):
@@ -126,7 +130,11 @@ def check(
         if known := _load_verdict(folder, keys):
             return known
         depth = Depth(layouts=("1",)) if is_whole else Depth()
-        verdict = table.explain(text.model_type, _measure_like(text, table, depth))
+        try:
+            verdict = table.explain(text.model_type, _measure_like(text, table, depth))
+        except OSError as error:
+            reason = f"A tiny model cannot be saved to check the split: {reason_of(error)}"
+            raise UserError(reason, hint="free some space, or set `TMPDIR`") from error
         if is_whole and verdict.equal:
             verdict = replace(verdict, equal=False, reason="it was not compared in parts")
         store_cached(folder, asdict(verdict), *keys[-1])

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from meshllm.config import cache_path
 from meshllm.errors import ModelError
+from meshllm.local_files import keep_temporary_files
 from meshllm.model.files.source import Source, open_folder
 from meshllm.model.parity import cases
 from meshllm.model.parity.cases import RingSession, WholeSession
@@ -61,6 +64,7 @@ def measure(config: PreTrainedConfig, depth: Depth | None = None) -> Verdict:
 
     Raises:
         PROBE_ERRORS: the stock model itself cannot be built or run with this config.
+        OSError: there is no space for a tiny model.
     """
     depth = depth or Depth()
     stocks: list[Stock] = []
@@ -81,8 +85,13 @@ def measure(config: PreTrainedConfig, depth: Depth | None = None) -> Verdict:
 def random_model(
     config: PreTrainedConfig, dtype: torch.dtype
 ) -> Iterator[tuple[nn.Module, Source]]:
-    """Build a model with random weights, saved in a temporary folder."""
+    """Build a model with random weights, saved in a temporary folder.
+
+    Raises:
+        OSError: there is no space for one.
+    """
     warm_up_onemkl()
+    keep_temporary_files(cache_path())
     with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]), quiet():
         torch.manual_seed(0)
         with without_compiler():
@@ -91,7 +100,10 @@ def random_model(
                 for weight in model.parameters():
                     weight.add_(torch.randn(weight.shape).to(weight.dtype) * 0.02)
             model.tie_weights()
-            model.save_pretrained(folder)
+            try:
+                model.save_pretrained(folder)
+            except SafetensorError as error:
+                raise OSError(f"{error}: `{folder}`") from None
             stock = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         yield stock.eval(), open_folder(config.model_type, Path(folder))
 

@@ -34,6 +34,7 @@ T = TypeVar("T")
 MAX_SCHEMA_BYTES = 64 << 10
 MESSAGE_CHARS = 300
 TRIAL_S = 60.0  # s, on a machine that is busy: a trial has CPU_S of its processor
+_UNSATISFIABLE = "Unsatisfiable schema"
 KNOWN_TRIALS = 64  # grammars, of up to 128 KiB
 
 
@@ -104,8 +105,10 @@ class Vocabulary:
 
         def build() -> Any:
             matcher = LLMatcher(self._tokens, grammar(), log_level=0)
+            if not matcher.is_error():
+                matcher.compute_bitmask()  # fails if nothing can begin an answer
             if matcher.is_error():
-                raise ValueError(matcher.get_error())
+                raise ValueError(matcher.get_error().replace("NoExtensionBias", _UNSATISFIABLE))
             return matcher
 
         def refused(message: str) -> WrongField:

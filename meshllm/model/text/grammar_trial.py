@@ -35,7 +35,7 @@ def main(kind: str, cpu_s: int) -> None:
             grammar = LLMatcher.grammar_from_json_schema(
                 grammar, overrides={"whitespace_pattern": WHITE_SPACE}
             )
-        LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
+        LLMatcher(LLTokenizer("byte"), grammar, log_level=0).compute_bitmask()
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from meshllm.protocol.trust.ticket import MAX_ADDRESSES, SECRET_BYTES, Ticket
 SALT_BYTES = 16
 SEED_BYTES = 32
 MAX_FILE_BYTES = 64 << 20  # thousands of members with every record
+MAX_INCARNATION = 1 << 63
 MAX_GUESTS = 1024  # of one ticket; more than a mesh has members and clients
 MAX_INVITATIONS = 256  # more than a mesh has members; then expired ones go, full ones, old ones
 
@@ -356,14 +357,20 @@ def _check(content: Content) -> None:
             raise ValueError(name)
         if isinstance(value, str):
             bytes.fromhex(value)
+    if content.get("incarnation", 0) not in range(MAX_INCARNATION):
+        raise ValueError("incarnation")
     if "credential" in content:
         Credential.decode(bytes.fromhex(content["credential"]))
-    for node, addresses in content.get("peers", {}).items():
+    _check_peers(content.get("peers", {}))
+    for each in content.get("invitations", []):
+        _invitation(each)
+
+
+def _check_peers(peers: Mapping[str, Any]) -> None:
+    for node, addresses in peers.items():
         texts = [bytes.fromhex(node).hex(), *addresses]
         if type(addresses) is not list or not all(isinstance(text, str) for text in texts):
             raise ValueError(node)
-    for each in content.get("invitations", []):
-        _invitation(each)
 
 
 def _invitation(fields: Content) -> Invitation:

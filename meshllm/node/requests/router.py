@@ -221,7 +221,7 @@ class Ring(Protocol):
 
 @dataclass(slots=True)
 class _Pause:
-    """Measures the time from the loss of a ring to the next text of an answer."""
+    """Measures how long the loss of a ring leaves an answer without text."""
 
     ring: Ring
     model: str
@@ -229,6 +229,9 @@ class _Pause:
     before: RingPlan | None = None
     """The ring of the attempt that was lost, or is under way."""
     since: float | None = None
+    """When the text before a loss came, or the loss if none did; None while no answer pauses."""
+    text_at: float | None = None
+    """When the latest text came."""
     quiet_since: float | None = None
     """When the first ring was lost after the latest event of any."""
 
@@ -256,16 +259,19 @@ class _Pause:
     def begin(self) -> None:
         """Begin, unless the answer has paused since an earlier loss."""
         if self.since is None:
-            self.since = loop_time()
+            self.since = loop_time() if self.text_at is None else self.text_at
 
     def end(self, event: Event) -> Interruption | None:
         """End with an event that has text."""
-        if self.since is None or not isinstance(event, Piece | Answer):
+        if not isinstance(event, Piece | Answer):
             return None
-        seconds, self.since = loop_time() - self.since, None
+        now, since = loop_time(), self.since
+        self.text_at, self.since = now, None
+        if since is None:
+            return None
         cause, text = self.ring.explain(self.before, self.current)
         self.attempt()
-        return Interruption(cause, text, round(seconds, 3))
+        return Interruption(cause, text, round(now - since, 3))
 
 
 class RequestRouter:

@@ -137,8 +137,14 @@ def test_a_file_that_is_not_a_database_is_reported(tmp_path: Path) -> None:
     (tmp_path / "state").mkdir()
     (tmp_path / "state" / FILE).write_text("not a database, at all" * 50)
 
-    with pytest.raises(UserError, match="cannot be used"), Accounts.open(tmp_path / "state"):
+    with (
+        pytest.raises(UserError, match="cannot be used") as raised,
+        Accounts.open(tmp_path / "state"),
+    ):
         pass
+
+    assert raised.value.hint
+    assert raised.value.hint.startswith("move it away")
 
 
 def test_processes_share_the_file(accounts: Accounts, tmp_path: Path) -> None:

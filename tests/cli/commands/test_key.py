@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import sqlite3
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from meshllm.api.access.accounts import FILE, Accounts, tag_of
+from meshllm.cli.terminal import render
 from meshllm.errors import TimedOut
 from tests.builders.fake_client import FakeClient
 from tests.builders.status import status_of
@@ -35,6 +37,23 @@ def test_a_full_disk_is_reported(meshllm: Invoke, monkeypatch: pytest.MonkeyPatc
 
     assert (result.exit_code, result.stdout) == (1, "")
     assert "cannot be read or changed: database or disk is full\nhint: free space" in result.stderr
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_a_key_that_cannot_be_printed_is_named(
+    meshllm: Invoke, monkeypatch: pytest.MonkeyPatch, form: tuple[str, ...]
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(render, "put", fail)
+        result = meshllm("key", "create", "laptop", *form)
+
+    assert result.exit_code == 1
+    assert "nobody has seen this key: revoke it with `meshllm key revoke laptop`" in result.stderr
+    (stored,) = json.loads(meshllm("key", "list", "--json").stdout)["keys"]
+    assert stored["name"] == "laptop"
 
 
 def test_limits_are_stored(meshllm: Invoke) -> None:

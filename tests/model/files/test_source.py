@@ -278,8 +278,11 @@ def test_quantised_weights_are_refused(tmp_path: Path) -> None:
         open_folder("x", tmp_path)
 
 
-def test_a_config_that_does_not_fit_its_type_is_refused(tmp_path: Path) -> None:
-    write_config(tmp_path, num_hidden_layers="many")
+@pytest.mark.parametrize("odd", [{"num_hidden_layers": "many"}, {"hidden_size": 0}])
+def test_a_config_that_does_not_fit_its_type_is_refused(
+    tmp_path: Path, odd: dict[str, object]
+) -> None:
+    write_config(tmp_path, **odd)
 
     with pytest.raises(ModelError, match=r"config\.json` is not a valid `llama` config"):
         open_folder("x", tmp_path)

@@ -1,3 +1,4 @@
+import errno
 import json
 import math
 from collections.abc import Iterator
@@ -8,17 +9,19 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
     CONFIG_MAPPING,
     CTRLConfig,
     LlamaConfig,
     MambaConfig,
+    PreTrainedModel,
     Qwen3Config,
     Zamba2Config,
 )
 
-from meshllm.errors import ModelError
+from meshllm.errors import ModelError, UserError
 from meshllm.model import json_cache
 from meshllm.model.files.source import Source, open_folder
 from meshllm.model.parity import check as module
@@ -160,6 +163,24 @@ def test_a_damaged_record_is_measured_again(
     assert check(LlamaConfig(), folder=tmp_path) == KNOWN
     assert len(counted) == 2
     assert json.loads(record.read_text())["model_type"] == "llama"
+
+
+@pytest.mark.parametrize(
+    "error", [SafetensorError("No space left on device"), OSError(errno.ENOSPC, "No space left")]
+)
+def test_no_space_for_a_tiny_model_is_reported_and_no_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", fail)
+
+    with pytest.raises(UserError, match="cannot be saved to check the split: ") as raised:
+        check(LlamaConfig(), folder=tmp_path)
+
+    assert raised.value.hint == "free some space, or set `TMPDIR`"
+    assert not list(tmp_path.glob("*.json"))
 
 
 def test_a_folder_that_cannot_be_written_only_costs_time(

@@ -207,6 +207,12 @@ def test_an_answer_that_has_begun_gets_more_of_the_processor(
     assert seconds == [str(grammar_trial.CPU_S), str(grammar_trial.BEGUN_CPU_S)]
 
 
-def test_what_is_wrong_with_a_grammar_is_told_where_it_is_used(vocabulary: Vocabulary) -> None:
+@pytest.mark.parametrize("schema", ['{"$ref": "#"}', '{"allOf": [{"$ref": "#"}]}'])
+def test_a_schema_without_solution_is_refused(vocabulary: Vocabulary, schema: str) -> None:
+    with pytest.raises(WrongField, match=r"not supported: Unsatisfiable schema$"):
+        vocabulary.json_schema(schema)
+
+
+def test_an_invalid_grammar_is_refused_when_it_is_compiled(vocabulary: Vocabulary) -> None:
     with pytest.raises(WrongField, match="A JSON schema is not supported"):
         vocabulary.tool_calls("start: nowhere", "start: nowhere")

@@ -194,6 +194,18 @@ def test_a_request_cancelled_at_once_begins_nothing(world: World) -> None:
     assert world.sent == []
 
 
+def test_a_pause_begins_with_the_text_before_the_loss(world: World) -> None:
+    first = [*answer()[:2], LinkLost("gone")]
+    ring = FakeRing(attempts=[first, answer()], frees_s=3.0)  # each ends so much later
+    router = world.add(ME, ring)
+
+    async def story() -> None:
+        (pause,) = [each for each in await all_of(router) if isinstance(each, Interruption)]
+        assert pause.pause_s == pytest.approx(3)
+
+    world.run(story)
+
+
 def test_only_the_sender_of_a_request_can_cancel_it(world: World) -> None:
     router = world.add(ME, FakeRing(attempts=[[*answer()]]))
 
