@@ -9,6 +9,8 @@ from typing import TypeAlias
 
 from meshllm.cli.shared.options import inference_config
 from meshllm.config import Settings, cache_path
+from meshllm.errors import UserError
+from meshllm.local_files import keep_temporary_files, reason_of
 from meshllm.request import Backend
 from meshllm.units import listed
 
@@ -51,8 +53,17 @@ def import_heavy(*modules: str) -> None:
     """Import modules that take seconds; only in the main thread can Ctrl-C interrupt it.
 
     Modules are permanent, so they are hidden from the garbage collector: scanning them takes half
-    a second during the import, and later a quarter of a second in which no token is computed.
+    a second during the import, and later a quarter of a second in which no token is computed. Torch
+    needs a folder for temporary files.
+
+    Raises:
+        UserError: there is none.
     """
+    try:
+        keep_temporary_files(cache_path())
+    except OSError as error:
+        text = f"There is no folder for temporary files: {reason_of(error)}"
+        raise UserError(text, hint="set `TMPDIR` to one") from None
     gc.disable()
     try:
         from meshllm.model.without_compiler import without_compiler

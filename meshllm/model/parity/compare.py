@@ -12,9 +12,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from meshllm.config import cache_path
 from meshllm.errors import ModelError
-from meshllm.local_files import keep_temporary_files
 from meshllm.model.files.source import Source, open_folder
 from meshllm.model.parity import cases
 from meshllm.model.parity.cases import RingSession, WholeSession
@@ -91,7 +89,6 @@ def random_model(
         OSError: there is no space for one.
     """
     warm_up_onemkl()
-    keep_temporary_files(cache_path())
     with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]), quiet():
         torch.manual_seed(0)
         with without_compiler():
