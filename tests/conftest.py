@@ -30,8 +30,13 @@ def pytest_configure(config: pytest.Config) -> None:
     The model is imported as the command line does; a process that only divides tests among workers
     imports no test.
     """
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background by a script
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # processes of tests inherit it
+    # Ignored if a script or `nohup` has started the tests; processes of tests inherit it.
+    for number, handler in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGHUP, signal.SIG_DFL),
+    ):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
     if "PYTEST_XDIST_WORKER" not in os.environ:
         cache = tempfile.TemporaryDirectory(prefix="meshllm-tests-")
         config.add_cleanup(cache.cleanup)

@@ -257,7 +257,7 @@ def test_a_partition_merges_the_charter_terms_of_both_halves() -> None:
     [
         ("meshllm.protocol.membership.mesh.summarise", lambda _: (), 2),
         ("meshllm.protocol.membership.gossip.Item.precedence", (0, 0, 0, 0, b"", b""), 0),
-        ("meshllm.protocol.membership.sync.Replica._adopt_count", lambda *_: None, 28),
+        ("meshllm.protocol.membership.sync.GossipState._adopt_count", lambda *_: None, 28),
         ("meshllm.protocol.membership.link_table.SILENCE", 1e9, 3),
         ("meshllm.protocol.membership.dial_schedule.DialSchedule.want", lambda *_: None, 129),
         (

@@ -76,7 +76,7 @@ async def test_a_deadline_ends_the_answer_of_every_route(
     said = await an_hour_late(client.post(path, json=asked), api_server, advance)
 
     assert said.status_code == 503
-    told = "not complete within 3600 s, the deadline of the request; ask for a shorter answer"
+    told = "not complete within 3600 s, the deadline of the request; request a shorter answer"
     assert told in said.json()["error"]["message"]
     assert api_server.closed.is_set()
     assert api_server.requests[0].deadline_ms == 3_600_000

@@ -514,7 +514,7 @@ async def test_the_deadline_and_the_reasoning_of_a_key_hold_for_every_route(
     said = await asking
 
     assert (said.status_code, said.headers["retry-after"]) == (503, "2")
-    told = "not complete within 3600 s, the deadline of the key `class`; ask for a shorter answer"
+    told = "not complete within 3600 s, the deadline of the key `class`; request a shorter answer"
     assert told in said.json()["error"]["message"]
     assert api_server.closed.is_set()
     assert [used.errors for _, used in accounts.usage("key")] == [1]

@@ -272,7 +272,7 @@ def test_parts_that_were_set_aside_make_room(
 
     monkeypatch.setattr(shutil, "disk_usage", disk_usage)
     place.check_space(3)
-    with pytest.raises(ModelError, match="room for 3 bytes, not 13"):
+    with pytest.raises(ModelError, match="3 bytes left, but 13 are needed"):
         place.check_space(13)  # deletes nothing, as it would not be enough
     assert kept() == ["part-00000", "part-00001", "part-00002"]
     place.check_space(7)
@@ -408,7 +408,7 @@ def test_a_full_disk_is_refused_with_a_hint(
 ) -> None:
     monkeypatch.setattr("meshllm.model.files.parts.FREE_BYTES", 1 << 60)
 
-    with pytest.raises(ModelError, match="room for 0 bytes, not 5"):
+    with pytest.raises(ModelError, match="0 bytes left, but 5 are needed"):
         place.check_space(5)
 
 
@@ -455,7 +455,7 @@ def test_a_listing_names_every_layer_and_the_right_part_of_each_tensor(source: S
         {**right, "model.layers.0.surprise": 0},
         {},
     ):
-        with pytest.raises(PeerFault, match="not those of the model"):
+        with pytest.raises(PeerFault, match="does not match the tensors of the model"):
             check_parts(source, wrong)
 
 

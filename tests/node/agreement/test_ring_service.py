@@ -260,7 +260,7 @@ def test_a_node_that_lacks_memory_for_the_only_model_says_so_and_tries_again_lat
                 raise failure
             return "model", WHOLE
 
-        parts.prepared = SimpleNamespace(found=open_model)
+        parts.prepared = SimpleNamespace(open_founding_model=open_model)
         cast("Any", node.service.first).serve = open_model
         running = asyncio.ensure_future(node.service.run())
         await asyncio.sleep(FIRST_OPEN_S / 2)

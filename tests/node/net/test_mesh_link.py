@@ -712,7 +712,7 @@ def test_a_bug_of_the_gate_does_not_end_the_node(
             raise ZeroDivisionError
 
         with monkeypatch.context() as patch:
-            patch.setattr("meshllm.node.membership.admission.MemberAdmission.judge", broken)
+            patch.setattr("meshllm.node.membership.admission.MemberAdmission.authorize", broken)
             with pytest.raises(LinkLost):
                 await dial(b, a)
         assert "bug in a link" in caplog.text

@@ -293,7 +293,7 @@ def test_a_listing_of_other_parts_is_refused(run: Callable[[Story], None], nodes
             return nodes.true(want)
 
         nodes.scripted(barn, answer)
-        with pytest.raises(ModelError, match="not those of the model"):
+        with pytest.raises(ModelError, match="does not match the tensors of the model"):
             await nodes.describe(barn)
 
         assert (await nodes.describe(barn, cellar)).is_described

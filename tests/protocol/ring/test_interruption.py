@@ -41,7 +41,7 @@ BEFORE = ring((A, 0, 4), (B, 4, 8), (C, 8, 12))
         ),
         (
             ring((D, 0, 12), epoch=2), {D}, {LossCause.NODE_LEFT: {B}}, LossCause.NODE_LOST,
-            "attic is gone, cellar is gone, bench left; API server takes layers 0:12",
+            "attic is gone, cellar is gone, bench left; door takes layers 0:12",
         ),
         (
             ring((A, 0, 8), (C, 8, 12), epoch=2), {A, B, C},
@@ -51,7 +51,7 @@ BEFORE = ring((A, 0, 4), (B, 4, 8), (C, 8, 12))
         (
             ring((A, 0, 8), (D, 8, 12), epoch=2), {A, B, C, D},
             {LossCause.NODE_REFUSED: {B}, LossCause.NODE_LEFT: {C}}, LossCause.NODE_REFUSED,
-            "bench is refused, cellar left; attic takes layers 4:8; API server takes layers 8:12",
+            "bench is refused, cellar left; attic takes layers 4:8; door takes layers 8:12",
         ),
         (
             ring((B, 0, 12), epoch=2), {A, B, C}, {}, LossCause.REPLANNED,
