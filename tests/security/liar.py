@@ -7,6 +7,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshllm.cli.app import main
@@ -102,9 +103,9 @@ LIES = {
 if __name__ == "__main__":
     lie = LIES[sys.argv[1]]
 
-    def become_a_liar(*modules: str) -> None:
+    def become_a_liar(*modules: str, folder: Path | None = None) -> None:
         """Import what a node needs; then lie."""
-        import_heavy(*modules)
+        import_heavy(*modules, folder=folder)
         lie()
 
     setattr(node, "import_heavy", become_a_liar)  # noqa: B010 -- mypy: not exported

@@ -136,7 +136,8 @@ def run_node(
         if make_provider is None:
             with render.Status(sys.stderr) as status:
                 status.show("loading torch")
-                import_heavy("meshllm.node.preparation", "meshllm.node.ring.runtime")
+                modules = "meshllm.node.preparation", "meshllm.node.ring.runtime"
+                import_heavy(*modules, folder=options.state)
         _log_all()
         from meshllm.node import event_loop
 

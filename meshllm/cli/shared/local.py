@@ -5,6 +5,7 @@ import linecache
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import TypeAlias
 
 from meshllm.cli.shared.options import inference_config
@@ -49,18 +50,18 @@ def _load(settings: Settings) -> AbstractAsyncContextManager[Backend]:
     return open_local_ring(resolve(settings.model), options)
 
 
-def import_heavy(*modules: str) -> None:
+def import_heavy(*modules: str, folder: Path | None = None) -> None:
     """Import modules that take seconds; only in the main thread can Ctrl-C interrupt it.
 
     Modules are permanent, so they are hidden from the garbage collector: scanning them takes half
     a second during the import, and later a quarter of a second in which no token is computed. Torch
-    needs a folder for temporary files.
+    needs a folder for temporary files: ``folder``, or that of caches, if no usual one is writable.
 
     Raises:
         UserError: there is none.
     """
     try:
-        keep_temporary_files(cache_path())
+        keep_temporary_files(folder or cache_path())
     except OSError as error:
         text = f"There is no folder for temporary files: {reason_of(error)}"
         raise UserError(text, hint="set `TMPDIR` to one") from None

@@ -160,6 +160,7 @@ def test_both_sides_are_authenticated() -> None:
     at_dialer, at_listener = talk.admit()
 
     assert (at_dialer.peer, at_dialer.instance, at_dialer.credential) == (HOST.node, 7, FOUNDED)
+    assert at_dialer.role is Role.NODE
     assert (at_listener.peer, at_listener.instance) == (GUEST.node, 3)
     assert (at_listener.credential, at_listener.role) == (MEMBER, Role.NODE)
     assert at_dialer.purpose is at_listener.purpose is Purpose.MESH
