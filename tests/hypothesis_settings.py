@@ -7,5 +7,5 @@ each run, so that it says something about the commit; `just slow` searches for o
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("house", settings.get_profile("search"), derandomize=True)
-settings.load_profile("house")
+settings.register_profile("gate", settings.get_profile("search"), derandomize=True)
+settings.load_profile("gate")

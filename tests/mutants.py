@@ -70,8 +70,8 @@ SETTINGS = {
     "timeout_multiplier": 3.0,
     "use_git_change_detection": False,
 }
-KILLED = {1, 3, -11}
-"""Exit codes of mutmut: a test failed, pytest did, the process did."""
+KILLED = {1, 3}
+"""Exit codes of mutmut: a test failed, or pytest did. Negative ones are crashes, too."""
 TIMEOUT = {24, 36, 152, 255, -24, -9}
 """Exit codes of mutmut: the tests took too long. All others are survivors."""
 
@@ -115,9 +115,9 @@ def draw(mutants: Iterable[str], patterns: Sequence[str], most: int | None, seed
 
 def verdict(code: int | None) -> str:
     """Name an exit code of mutmut."""
-    if code in KILLED:
-        return "killed"
-    return "timeout" if code in TIMEOUT else "survived"
+    if code in TIMEOUT:
+        return "timeout"
+    return "killed" if code in KILLED or (code or 0) < 0 else "survived"
 
 
 def lacks_only_strict(diff: str) -> bool:

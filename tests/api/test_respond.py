@@ -322,7 +322,7 @@ def test_items_that_wait_for_a_slow_reader_are_late_after_the_deadline(timed: Ti
         for number in range(9):
             yield number  # at once
 
-    async def story() -> None:
+    async def scenario() -> None:
         read = list[int]()
 
         async def read_slowly() -> None:
@@ -335,7 +335,7 @@ def test_items_that_wait_for_a_slow_reader_are_late_after_the_deadline(timed: Ti
             await read_slowly()
         assert read == [0, 1]
 
-    run_virtual(story())
+    run_virtual(scenario())
 
 
 class Arriving:

@@ -20,7 +20,7 @@ from meshllm.protocol.trust.handshake import LocalIdentity
 from meshllm.transport.contract import Transport
 
 
-class House:
+class MeshMember:
     """A member: its links, its machine, and the messages it received."""
 
     def __init__(
@@ -84,23 +84,23 @@ class House:
         """Crash without closing the links."""
         await self.stack.aclose()
 
-    def meet(self, other: "House") -> None:
+    def meet(self, other: "MeshMember") -> None:
         """Dial another member."""
         self.links.hint(other.me, [other.address])
 
 
-class Town:
-    """A mesh; the first house founds it."""
+class MemberNetwork:
+    """A mesh; its first member founds it."""
 
     def __init__(self, folder: Path, transport: Transport) -> None:
         self.folder = folder
         self.transport = transport
-        self.houses: dict[str, House] = {}
+        self.member_nodes: dict[str, MeshMember] = {}
 
-    async def add(self, name: str, role: Role = Role.NODE, life: int = 1) -> House:
+    async def add(self, name: str, role: Role = Role.NODE, life: int = 1) -> MeshMember:
         """Start a member of the mesh."""
         store = StateStore.open(self.folder / name)
-        founder = next(iter(self.houses.values()), None)
+        founder = next(iter(self.member_nodes.values()), None)
         if founder is None:
             credential = store.create_mesh()
         elif (kept := store.credential) is not None:
@@ -108,21 +108,21 @@ class Town:
         else:
             key, node = founder.store.key, store.key.node
             credential = store.join(issue(key, founder.credential, node, role))
-        house = House(name, store, credential, self.transport, life)
-        self.houses[f"{name} {life}"] = house
-        await house.open()
-        return house
+        member_node = MeshMember(name, store, credential, self.transport, life)
+        self.member_nodes[f"{name} {life}"] = member_node
+        await member_node.open()
+        return member_node
 
 
 @asynccontextmanager
-async def town(folder: Path, transport: Transport) -> AsyncIterator[Town]:
+async def network(folder: Path, transport: Transport) -> AsyncIterator[MemberNetwork]:
     """Found a mesh; stop all its members at the end."""
-    made = Town(folder, transport)
+    made = MemberNetwork(folder, transport)
     try:
         yield made
     finally:
-        for house in made.houses.values():
-            await house.close()
+        for member_node in made.member_nodes.values():
+            await member_node.close()
 
 
 async def _ended(running: "asyncio.Future[None]") -> None:

@@ -209,14 +209,14 @@ class World:
                     told.append(error)
         return told
 
-    def run(self, story: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run a story among the nodes, and check that it leaves no state behind."""
+    def run(self, scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run a scenario among the nodes, and check that it leaves no state behind."""
 
         async def main() -> None:
             running = [asyncio.ensure_future(router.run()) for router in self.routers.values()]
             await asyncio.sleep(0)
             async with asyncio.timeout(1000):
-                await story()
+                await scenario()
                 await asyncio.sleep(1)
             for router in self.routers.values():
                 assert (router._remote._calls, router.peers._running) == ({}, {})

@@ -23,13 +23,13 @@ from meshllm.protocol.weights.codec import (
     decode,
     encode,
 )
-from tests.builders.mesh_members import House, Town
+from tests.builders.mesh_members import MemberNetwork, MeshMember
 from tests.builders.snapshots import charter
 
 T = TypeVar("T")
 LAYERS = 6
 Answer = Callable[[WantFile], Sequence[WeightMessage]]
-Story = Callable[[Town], Coroutine[Any, Any, None]]
+Scenario = Callable[[MemberNetwork], Coroutine[Any, Any, None]]
 
 
 async def at_once(function: Callable[..., T], /, *args: Any) -> T:
@@ -55,9 +55,9 @@ class Nodes:
         self.folder = folder / "fetched"
         self.asked: list[tuple[NodeId, str, int]] = []
 
-    async def meet(self, town: Town, *names: str) -> list[House]:
+    async def meet(self, network: MemberNetwork, *names: str) -> list[MeshMember]:
         """Start the node that fetches, and linked holders that send the real model."""
-        first, *rest = [await town.add(name) for name in ("attic", *names)]
+        first, *rest = [await network.add(name) for name in ("attic", *names)]
         for each in rest:
             each.meet(first)
             each.send_weights = self.sending()
@@ -76,7 +76,7 @@ class Nodes:
         sends.offer(self.charter.config_digest, parts)
         return sends.serve
 
-    def scripted(self, house: House, answer: Answer) -> None:
+    def scripted(self, member_node: MeshMember, answer: Answer) -> None:
         """Let a holder answer each request by a script."""
 
         async def serve(link: SecureLink) -> None:
@@ -85,14 +85,14 @@ class Nodes:
                     _, data = await link.receive()
                     want = decode(data)
                     assert isinstance(want, WantFile)
-                    self.asked.append((house.me, want.name, want.offset))
+                    self.asked.append((member_node.me, want.name, want.offset))
                     for message in answer(want):
                         await link.send(encode(message))
             await link.close()
 
-        house.send_weights = serve
+        member_node.send_weights = serve
 
-    def sending_slowly(self, house: House, most: int, pause_s: float) -> None:
+    def sending_slowly(self, member_node: MeshMember, most: int, pause_s: float) -> None:
         """Let a holder send the real model in small chunks, and pause before each."""
 
         async def serve(link: SecureLink) -> None:
@@ -101,7 +101,7 @@ class Nodes:
                     _, data = await link.receive()
                     want = decode(data)
                     assert isinstance(want, WantFile)
-                    self.asked.append((house.me, want.name, want.offset))
+                    self.asked.append((member_node.me, want.name, want.offset))
                     file = ModelParts(self.source).open(want.name)
                     await link.send(encode(FileSize(file.size)))
                     for at in range(want.offset, file.size, most):
@@ -109,15 +109,15 @@ class Nodes:
                         await link.send(encode(FileChunk(file.read(at, min(most, file.size - at)))))
             await link.close()
 
-        house.send_weights = serve
+        member_node.send_weights = serve
 
-    async def describe(self, *houses: House) -> PartFolder:
-        await self.fetcher.describe(self.charter, [house.me for house in houses])
+    async def describe(self, *member_nodes: MeshMember) -> PartFolder:
+        await self.fetcher.describe(self.charter, [member_node.me for member_node in member_nodes])
         return self.fetcher.place(self.charter)
 
-    async def fetch(self, parts: Sequence[int], *houses: House) -> None:
+    async def fetch(self, parts: Sequence[int], *member_nodes: MeshMember) -> None:
         wanted = {part: self.digests[part] for part in parts}
-        holders = {house.me: frozenset(parts) for house in houses}
+        holders = {member_node.me: frozenset(parts) for member_node in member_nodes}
         await self.fetcher.fetch(self.charter, wanted, holders, self.sizes)
 
     def true(self, want: WantFile) -> list[WeightMessage]:

@@ -15,7 +15,7 @@ from meshllm.protocol.trust.credential import Role, remove
 from meshllm.protocol.trust.ticket import Ticket
 from meshllm.testing.clock import run_virtual
 from meshllm_loopback import LoopbackTransport
-from tests.builders.mesh_members import House, Town, town
+from tests.builders.mesh_members import MemberNetwork, MeshMember, network
 
 HOUR_S = 3600
 
@@ -23,25 +23,27 @@ HOUR_S = 3600
 class Entrance:
     """A member with open tickets, and a guest that comes with what it got."""
 
-    def __init__(self, town: Town, house: House) -> None:
-        self.town, self.house = town, house
-        self.guest = StateStore.open(town.folder / "guest")
+    def __init__(self, network: MemberNetwork, member_node: MeshMember) -> None:
+        self.network, self.member_node = network, member_node
+        self.guest = StateStore.open(network.folder / "guest")
 
     def ticket(self, role: Role = Role.NODE, *, lasts_s: int = HOUR_S, uses: int = 9) -> Ticket:
-        at = [self.house.address]
-        return self.house.store.invite(at, role, lasts_s=lasts_s, uses=uses)
+        at = [self.member_node.address]
+        return self.member_node.store.invite(at, role, lasts_s=lasts_s, uses=uses)
 
     async def come(self, text: str, store: StateStore | None = None) -> Membership:
         store = store or self.guest
         options = NodeOptions(state=store.folder, join=text, discovery=False)
-        own = await enter(store, options, (self.town.transport,))
+        own = await enter(store, options, (self.network.transport,))
         assert own.link is not None
         await own.link.close()
         return own
 
     def remove(self, store: StateStore) -> None:
-        key, mesh = self.house.store.key, self.house.credential.mesh
-        self.house.links.act(self.house.machine.remove(remove(key, mesh, store.key.node, 1), 0.0))
+        key, mesh = self.member_node.store.key, self.member_node.credential.mesh
+        self.member_node.links.act(
+            self.member_node.machine.remove(remove(key, mesh, store.key.node, 1), 0.0)
+        )
 
 
 async def no_ticket(_: Entrance) -> str:
@@ -75,7 +77,7 @@ async def expired_and_extended(at: Entrance) -> str:
 
 async def used_up(at: Entrance) -> str:
     text = at.ticket(uses=1).encode()
-    await at.come(text, StateStore.open(at.town.folder / "first"))
+    await at.come(text, StateStore.open(at.network.folder / "first"))
     return text
 
 
@@ -92,12 +94,12 @@ async def for_a_client_and_raised(at: Entrance) -> str:
 
 
 async def of_another_inviter(at: Entrance) -> str:
-    other = StateStore.open(at.town.folder / "other").key.node
+    other = StateStore.open(at.network.folder / "other").key.node
     return replace(at.ticket(), inviter=other).encode()
 
 
 async def dropped_with_whom_it_admitted(at: Entrance) -> str:
-    text, first = at.ticket().encode(), StateStore.open(at.town.folder / "first")
+    text, first = at.ticket().encode(), StateStore.open(at.network.folder / "first")
     await at.come(text, first)
     at.remove(first)
     await asyncio.sleep(1)
@@ -131,18 +133,18 @@ KINDS = {
 def test_a_bad_ticket_admits_nobody_and_a_good_one_does(
     tmp_path: Path, kind: Callable[[Entrance], Awaitable[str]], words: str
 ) -> None:
-    async def story() -> None:
-        async with town(tmp_path, LoopbackTransport()) as made:
-            at = Entrance(made, await made.add("house"))
+    async def scenario() -> None:
+        async with network(tmp_path, LoopbackTransport()) as made:
+            at = Entrance(made, await made.add("inviter"))
             text = await kind(at)
             with pytest.raises((NotAuthorised, UserError), match=words) as raised:
                 await at.come(text)
             assert raised.value.hint
             assert at.guest.credential is None
-            assert at.guest.key.node not in at.house.peers
+            assert at.guest.key.node not in at.member_node.peers
 
             honest = StateStore.open(made.folder / "honest")
             assert await at.come(at.ticket().encode(), honest)
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
-    run_virtual(story())
+    run_virtual(scenario())

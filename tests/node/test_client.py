@@ -55,16 +55,16 @@ from tests.builders.disk_threads import note_threads
 from tests.builders.fake_node import FOX
 from tests.builders.fake_ring import answer_of
 from tests.builders.identities import CLIENT, CREDENTIALS, FOUNDER, LAST, MIDDLE
-from tests.builders.mesh_members import House, Town, town
+from tests.builders.mesh_members import MemberNetwork, MeshMember, network
 
 REQUEST = Request(raw="what?")
 ANSWER: list[Event] = [Piece("a "), Piece("ring"), answer_of("a ring", 2)]
 SAID: list[Event] = [Piece("a ", (7,)), Piece("ring", (8,)), answer_of("a ring", 2)]
-Story = Callable[[Town], Coroutine[Any, Any, None]]
-Run = Callable[[Story], None]
+Scenario = Callable[[MemberNetwork], Coroutine[Any, Any, None]]
+Run = Callable[[Scenario], None]
 
 
-class Inn(House):
+class Inn(MeshMember):
     """A node that answers requests of clients."""
 
     asked = 0
@@ -167,28 +167,28 @@ def _no_multicast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    async def main(story: Story) -> None:
-        async with town(tmp_path, LoopbackTransport(TrafficShape(delay_s=0.01))) as made:
-            await story(made)
+    async def main(scenario: Scenario) -> None:
+        async with network(tmp_path, LoopbackTransport(TrafficShape(delay_s=0.01))) as made:
+            await scenario(made)
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
-    return lambda story: run_virtual(main(story))
+    return lambda scenario: run_virtual(main(scenario))
 
 
-async def inn(town: Town, life: int = 1, name: str = "a") -> Inn:
-    house = await town.add(name, life=life)
-    house.__class__ = Inn
-    assert isinstance(house, Inn)
-    await house.serve()
-    return house
+async def inn(network: MemberNetwork, life: int = 1, name: str = "a") -> Inn:
+    member_node = await network.add(name, life=life)
+    member_node.__class__ = Inn
+    assert isinstance(member_node, Inn)
+    await member_node.serve()
+    return member_node
 
 
-def ticket(house: House, role: Role = Role.CLIENT, uses: int | None = None) -> str:
-    return house.store.invite([house.address], role, lasts_s=None, uses=uses).encode()
+def ticket(member_node: MeshMember, role: Role = Role.CLIENT, uses: int | None = None) -> str:
+    return member_node.store.invite([member_node.address], role, lasts_s=None, uses=uses).encode()
 
 
-def client(town: Town, text: str) -> Any:
-    return open_mesh_client(text, town.folder / "client", town.transport)
+def client(network: MemberNetwork, text: str) -> Any:
+    return open_mesh_client(text, network.folder / "client", network.transport)
 
 
 async def ask(thin: MeshClient) -> list[Event]:
@@ -196,43 +196,43 @@ async def ask(thin: MeshClient) -> list[Event]:
 
 
 def test_a_client_gets_an_answer(run: Run) -> None:
-    async def story(town: Town) -> None:
-        a = await inn(town)
-        async with client(town, ticket(a)) as thin:
+    async def scenario(network: MemberNetwork) -> None:
+        a = await inn(network)
+        async with client(network, ticket(a)) as thin:
             assert await ask(thin) == ANSWER
         assert a.talked[0][2] is True
 
-    run(story)
+    run(scenario)
 
 
 def test_a_client_is_told_what_its_request_waits_for(run: Run) -> None:
-    async def story(town: Town) -> None:
-        a = await inn(town)
+    async def scenario(network: MemberNetwork) -> None:
+        a = await inn(network)
         a.loads = "b loads it"
-        async with client(town, ticket(a)) as thin:
+        async with client(network, ticket(a)) as thin:
             asking = asyncio.ensure_future(ask(thin))
             await asyncio.sleep(2.5 * WAITING_S)
             a.loads = ""
             assert await asking == [Waiting("b loads it"), *ANSWER]
 
-    run(story)
+    run(scenario)
 
 
 @pytest.mark.parametrize(("concurrency", "most"), [(0, 2), (1, 1), (2, 2)])
 def test_a_client_asks_no_more_at_once_than_its_ticket_allows(
     run: Run, concurrency: int, most: int
 ) -> None:
-    async def story(town: Town) -> None:
-        a = await inn(town)
+    async def scenario(network: MemberNetwork) -> None:
+        a = await inn(network)
         limits = ClientLimits(concurrency)
         made = a.store.invite([a.address], Role.CLIENT, lasts_s=None, uses=1, limits=limits)
-        async with client(town, made.encode()) as thin:
+        async with client(network, made.encode()) as thin:
             asking = [asyncio.ensure_future(ask(thin)) for _ in range(4)]
             await asyncio.sleep(0.15)  # the first are being answered
             assert a.asked == most
             assert await asyncio.gather(*asking) == [ANSWER] * 4
 
-    run(story)
+    run(scenario)
 
 
 def test_no_more_requests_wait_than_the_queue_holds(
@@ -240,11 +240,11 @@ def test_no_more_requests_wait_than_the_queue_holds(
 ) -> None:
     monkeypatch.setattr(thin_module, "MAX_WAITING", 2)
 
-    async def story(town: Town) -> None:
-        a = await inn(town)
+    async def scenario(network: MemberNetwork) -> None:
+        a = await inn(network)
         limits = ClientLimits(1)
         made = a.store.invite([a.address], Role.CLIENT, lasts_s=None, uses=1, limits=limits)
-        async with client(town, made.encode()) as thin:
+        async with client(network, made.encode()) as thin:
             asking = [asyncio.ensure_future(ask(thin)) for _ in range(3)]
             await asyncio.sleep(0.15)  # the first is being answered
             assert (a.asked, thin.waiting) == (1, 2)
@@ -253,15 +253,15 @@ def test_no_more_requests_wait_than_the_queue_holds(
             assert await asyncio.gather(*asking) == [ANSWER] * 3
             assert (thin.waiting, await ask(thin)) == (0, ANSWER)
 
-    run(story)
+    run(scenario)
 
 
 def test_a_client_learns_the_models_and_asks_again_later(run: Run) -> None:
-    async def story(town: Town) -> None:
-        a = await inn(town)
+    async def scenario(network: MemberNetwork) -> None:
+        a = await inn(network)
         lists = [[FOX], [], [FOX]]
         a.router.peers.list_models = lambda: models_to_json(lists.pop(0))
-        async with client(town, ticket(a)) as thin:
+        async with client(network, ticket(a)) as thin:
             assert list(await asyncio.gather(*(thin.models() for _ in range(9)))) == [(FOX,)] * 9
             await asyncio.sleep(MODELS_S / 2)
             assert await thin.models() == (FOX,)
@@ -269,30 +269,30 @@ def test_a_client_learns_the_models_and_asks_again_later(run: Run) -> None:
             assert await thin.models() == ()
         assert len(lists) == 1
 
-    run(story)
+    run(scenario)
 
 
 def test_the_models_are_asked_of_the_node_that_comes_back(run: Run) -> None:
-    async def story(town: Town) -> None:
-        a = await inn(town)
-        async with client(town, ticket(a)) as thin:
+    async def scenario(network: MemberNetwork) -> None:
+        a = await inn(network)
+        async with client(network, ticket(a)) as thin:
             asked = asyncio.Event()
             a.router.receive = lambda *_, **__: asked.set()  # type: ignore[method-assign]
             asking = asyncio.ensure_future(thin.models())
             await asked.wait()
             await a.close()
-            a = await inn(town, life=2)
+            a = await inn(network, life=2)
             a.router.peers.list_models = lambda: models_to_json([FOX])
             assert await asking == (FOX,)
 
-    run(story)
+    run(scenario)
 
 
 @pytest.mark.parametrize("is_here", [True, False])
 def test_models_that_nobody_tells_are_unknown(run: Run, is_here: bool) -> None:
-    async def story(town: Town) -> None:
-        a = await inn(town)
-        async with client(town, ticket(a)) as thin:
+    async def scenario(network: MemberNetwork) -> None:
+        a = await inn(network)
+        async with client(network, ticket(a)) as thin:
             await ask(thin)
             if is_here:
                 a.router.receive = lambda *_, **__: None  # type: ignore[method-assign]
@@ -309,13 +309,13 @@ def test_models_that_nobody_tells_are_unknown(run: Run, is_here: bool) -> None:
         why = f"node {short(a.me)} does not list them" if is_here else "no node of the mesh answers"
         assert str(raised.value) == f"The models of the mesh are unknown: {why}"
 
-    run(story)
+    run(scenario)
 
 
 def test_a_node_that_tells_nonsense_is_dropped(run: Run) -> None:
-    async def story(town: Town) -> None:
-        a = await inn(town)
-        async with client(town, ticket(a)) as thin:
+    async def scenario(network: MemberNetwork) -> None:
+        a = await inn(network)
+        async with client(network, ticket(a)) as thin:
             await ask(thin)
             first = thin.links.by_peer[a.me]
             a.router.peers.list_models = lambda: b"[]"
@@ -325,148 +325,148 @@ def test_a_node_that_tells_nonsense_is_dropped(run: Run) -> None:
             a.router.peers.list_models = lambda: models_to_json([FOX])
             assert await asking == (FOX,)
 
-    run(story)
+    run(scenario)
 
 
 def test_a_client_comes_back_without_a_ticket(run: Run) -> None:
-    async def story(town: Town) -> None:
-        a = await inn(town)
+    async def scenario(network: MemberNetwork) -> None:
+        a = await inn(network)
         text = ticket(a, uses=1)
         for _ in range(2):
-            async with client(town, text) as thin:
+            async with client(network, text) as thin:
                 assert await ask(thin) == ANSWER
             await asyncio.sleep(2)
         (invitation,) = a.store.invitations()
         assert len(invitation.guests) == 1
 
-    run(story)
+    run(scenario)
 
 
 def test_several_clients_of_one_folder_run_at_once(run: Run) -> None:
-    async def story(town: Town) -> None:
-        a = await inn(town)
+    async def scenario(network: MemberNetwork) -> None:
+        a = await inn(network)
         text = ticket(a, uses=2)
-        async with client(town, text) as one, client(town, text) as two:
+        async with client(network, text) as one, client(network, text) as two:
             assert list(await asyncio.gather(ask(one), ask(two))) == [ANSWER, ANSWER]
         await asyncio.sleep(2)
-        async with client(town, text) as one, client(town, text) as two:
+        async with client(network, text) as one, client(network, text) as two:
             assert list(await asyncio.gather(ask(one), ask(two))) == [ANSWER, ANSWER]
         (invitation,) = a.store.invitations()
         assert len(invitation.guests) == 2
 
-    run(story)
+    run(scenario)
 
 
 def test_a_client_runs_next_to_the_node_of_its_folder(run: Run) -> None:
-    async def story(town: Town) -> None:
-        a = await inn(town)
+    async def scenario(network: MemberNetwork) -> None:
+        a = await inn(network)
         with a.store.locked():
-            async with open_mesh_client(ticket(a), a.store.folder, town.transport) as thin:
+            async with open_mesh_client(ticket(a), a.store.folder, network.transport) as thin:
                 assert await ask(thin) == ANSWER
 
-    run(story)
+    run(scenario)
 
 
 def test_more_clients_than_a_ticket_admits_are_refused_at_once(run: Run) -> None:
-    async def story(town: Town) -> None:
-        a = await inn(town)
+    async def scenario(network: MemberNetwork) -> None:
+        a = await inn(network)
         text = ticket(a, uses=1)
-        async with client(town, text) as one:
+        async with client(network, text) as one:
             with pytest.raises(UserError, match="no more clients than already run") as raised:
-                async with client(town, text):
+                async with client(network, text):
                     pass
             assert "--uses" in str(raised.value.hint)
             assert await ask(one) == ANSWER
 
-    run(story)
+    run(scenario)
 
 
 def test_clients_of_one_ticket_are_counted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thin_module, "MAX_CLIENTS", 1)
 
-    async def story(town: Town) -> None:
-        text = ticket(await inn(town))
-        async with client(town, text):
+    async def scenario(network: MemberNetwork) -> None:
+        text = ticket(await inn(network))
+        async with client(network, text):
             with pytest.raises(UserError, match="no more clients than already run"):
-                async with client(town, text):
+                async with client(network, text):
                     pass
 
-    run(story)
+    run(scenario)
 
 
 def test_a_client_relinks_to_its_node(run: Run) -> None:
-    async def story(town: Town) -> None:
-        a = await inn(town)
-        async with client(town, ticket(a)) as thin:
+    async def scenario(network: MemberNetwork) -> None:
+        a = await inn(network)
+        async with client(network, ticket(a)) as thin:
             assert await ask(thin) == ANSWER
             await a.close()
             await asyncio.sleep(5)
             assert thin.links.by_peer == {}
-            a = await inn(town, life=2)
+            a = await inn(network, life=2)
             assert await ask(thin) == ANSWER
 
-    run(story)
+    run(scenario)
 
 
 def test_a_client_that_begins_first_waits_for_its_node(run: Run) -> None:
-    async def story(town: Town) -> None:
-        a = await inn(town)
+    async def scenario(network: MemberNetwork) -> None:
+        a = await inn(network)
         text = ticket(a)
-        async with client(town, text) as thin:
+        async with client(network, text) as thin:
             await ask(thin)
         await a.close()
-        async with client(town, text) as thin:
+        async with client(network, text) as thin:
             asking = asyncio.ensure_future(ask(thin))
             await asyncio.sleep(3 * REDIAL_S)
             assert not asking.done()
-            await inn(town, life=2)
+            await inn(network, life=2)
             assert await asking == ANSWER
 
-    run(story)
+    run(scenario)
 
 
 def test_an_answer_survives_a_node_that_restarts(run: Run) -> None:
-    async def story(town: Town) -> None:
-        a = await inn(town)
+    async def scenario(network: MemberNetwork) -> None:
+        a = await inn(network)
         a.says = SAID
-        async with client(town, ticket(a)) as thin:
+        async with client(network, ticket(a)) as thin:
             events: list[Event] = []
             async for event in thin.generate(REQUEST):
                 events.append(event)
                 if len(events) == 1:
                     await a.close()
-                    a = await inn(town, life=2)
+                    a = await inn(network, life=2)
                     a.says = SAID
             told = [event for event in events if isinstance(event, Interruption)]
             assert [event for event in events if isinstance(event, Piece)] == SAID[:-1]
             assert [event.cause for event in told] == [LossCause.LINK_LOST]
             assert "another one answers" in told[0].text
 
-    run(story)
+    run(scenario)
 
 
 def test_an_answer_without_tokens_ends_with_its_node(run: Run) -> None:
-    async def story(town: Town) -> None:
-        a = await inn(town)
+    async def scenario(network: MemberNetwork) -> None:
+        a = await inn(network)
         a.says = [Piece("a "), Piece("ring"), answer_of("a ring", 0)]  # as an engine tells it
-        async with client(town, ticket(a)) as thin:
+        async with client(network, ticket(a)) as thin:
             events = thin.generate(REQUEST)
             assert await anext(events) == Piece("a ")
             await a.close()
-            a = await inn(town, life=2)
+            a = await inn(network, life=2)
             with pytest.raises(LinkLost):
                 await anext(events)
             assert a.asked == 0
 
-    run(story)
+    run(scenario)
 
 
 def test_an_answer_goes_on_at_another_node_with_the_tokens_so_far(run: Run) -> None:
-    async def story(town: Town) -> None:
-        nodes = [await inn(town), await inn(town, name="b")]
+    async def scenario(network: MemberNetwork) -> None:
+        nodes = [await inn(network), await inn(network, name="b")]
         for node in nodes:
             node.says = SAID
-        async with client(town, ticket(nodes[0])) as thin:
+        async with client(network, ticket(nodes[0])) as thin:
             await thin.entries()
             thin.links.hint(
                 nodes[1].me, [nodes[1].address], LocalAddressPolicy.YES
@@ -484,19 +484,19 @@ def test_an_answer_goes_on_at_another_node_with_the_tokens_so_far(run: Run) -> N
             ]
             assert (first.asked, second.asked, second.given) == (1, 1, (7,))
 
-    run(story)
+    run(scenario)
 
 
 @pytest.mark.parametrize("is_leaving", [False, True])
 def test_a_client_of_one_ticket_goes_on_at_a_node_that_its_lost_one_told(
     run: Run, is_leaving: bool
 ) -> None:
-    async def story(town: Town) -> None:
-        a, b = await inn(town), await inn(town, name="b")
+    async def scenario(network: MemberNetwork) -> None:
+        a, b = await inn(network), await inn(network, name="b")
         b.meet(a)
         for node in (a, b):
             node.says = [Piece("a ", (7,)), Piece("ring", (8,)), answer_of("a ring", 2)]
-        async with client(town, ticket(a)) as thin:
+        async with client(network, ticket(a)) as thin:
             await asyncio.sleep(2)
             assert [fallback.node for fallback in thin.machine.fallbacks] == [b.me]
             assert thin.links.by_peer.keys() == {a.me}
@@ -514,11 +514,11 @@ def test_a_client_of_one_ticket_goes_on_at_a_node_that_its_lost_one_told(
             # A lost link is noticed at once here, as that of a killed process on one machine.
             assert resumed_at - lost_at < 2.0  # of the virtual clock
 
-    run(story)
+    run(scenario)
 
 
-def was_asked(house: House) -> bool:
-    return any(isinstance(message, Generate) for _, message, _ in house.talked)
+def was_asked(member_node: MeshMember) -> bool:
+    return any(isinstance(message, Generate) for _, message, _ in member_node.talked)
 
 
 @pytest.mark.parametrize("is_named", [False, True])
@@ -526,13 +526,13 @@ def was_asked(house: House) -> bool:
 def test_a_request_goes_on_at_the_node_that_it_trusts_and_is_sent_to_no_other(
     run: Run, is_restarting: bool, is_named: bool
 ) -> None:
-    async def story(town: Town) -> None:
-        a, b = await inn(town), await inn(town, name="b")
+    async def scenario(network: MemberNetwork) -> None:
+        a, b = await inn(network), await inn(network, name="b")
         b.meet(a)
         a.says = [Piece("a ", (7,)), Piece("ring", (8,)), answer_of("a ring", 2)]
         text = ticket(a)
         request = replace(REQUEST, trusted=("a",) if is_named else (show(a.me),))
-        async with client(town, text) as thin:
+        async with client(network, text) as thin:
             await asyncio.sleep(2)
             told = list[Event]()
             async for event in thin.generate(request):
@@ -541,7 +541,7 @@ def test_a_request_goes_on_at_the_node_that_it_trusts_and_is_sent_to_no_other(
                     await a.close()
                     await asyncio.sleep(5)
                     assert thin.links.by_peer.keys() == {b.me}
-                    says, a = a.says, await inn(town, life=2)
+                    says, a = a.says, await inn(network, life=2)
                     a.says = says
                 elif len(told) == 1:
                     await a.links.by_peer[thin.me].close()
@@ -550,15 +550,15 @@ def test_a_request_goes_on_at_the_node_that_it_trusts_and_is_sent_to_no_other(
             assert await ask(thin)  # any may read this one
         assert not was_asked(b) or b.given == ()
 
-    run(story)
+    run(scenario)
 
 
 def test_a_request_is_sent_to_the_node_that_it_trusts_and_not_to_the_inviter(run: Run) -> None:
-    async def story(town: Town) -> None:
-        a, b = await inn(town), await inn(town, name="b")
+    async def scenario(network: MemberNetwork) -> None:
+        a, b = await inn(network), await inn(network, name="b")
         b.meet(a)
         request = replace(REQUEST, trusted=(show(b.me),))
-        async with client(town, ticket(a)) as thin:
+        async with client(network, ticket(a)) as thin:
             await asyncio.sleep(2)
             assert thin.links.by_peer.keys() == {a.me}
             assert [event async for event in thin.generate(request)] == ANSWER
@@ -568,14 +568,14 @@ def test_a_request_is_sent_to_the_node_that_it_trusts_and_not_to_the_inviter(run
                 await anext(thin.generate(request))
         assert (was_asked(a), was_asked(b)) == (False, True)
 
-    run(story)
+    run(scenario)
 
 
 def test_a_request_that_trusts_no_known_node_is_refused_and_sent_to_none(run: Run) -> None:
-    async def story(town: Town) -> None:
-        a, b = await inn(town), await inn(town, name="b")
+    async def scenario(network: MemberNetwork) -> None:
+        a, b = await inn(network), await inn(network, name="b")
         b.meet(a)
-        async with client(town, ticket(a)) as thin:
+        async with client(network, ticket(a)) as thin:
             await asyncio.sleep(2)
             for trusted in ((), (show(LAST.node),)):
                 with pytest.raises(WrongField, match="knows no node that the request trusts"):
@@ -583,7 +583,7 @@ def test_a_request_that_trusts_no_known_node_is_refused_and_sent_to_none(run: Ru
             assert await ask(thin) == ANSWER
         assert ([message for _, message, _ in b.talked], a.asked) == ([], 1)
 
-    run(story)
+    run(scenario)
 
 
 @pytest.mark.parametrize("delay_s", [0.02, 0.1, 0.2, 0.4])
@@ -591,17 +591,17 @@ def test_a_client_keeps_one_link_after_a_loss_however_slow_the_path(
     tmp_path: Path, delay_s: float
 ) -> None:
     async def main() -> None:
-        async with town(tmp_path, LoopbackTransport(TrafficShape(delay_s=delay_s))) as made:
-            houses = [await inn(made, name=name) for name in "abcde"]
-            for house in houses[1:]:
-                house.meet(houses[0])
-            async with client(made, ticket(houses[0])) as thin:
+        async with network(tmp_path, LoopbackTransport(TrafficShape(delay_s=delay_s))) as made:
+            member_nodes = [await inn(made, name=name) for name in "abcde"]
+            for member_node in member_nodes[1:]:
+                member_node.meet(member_nodes[0])
+            async with client(made, ticket(member_nodes[0])) as thin:
                 await asyncio.sleep(8)
                 assert len(thin.machine.fallbacks) == 4
-                await houses[0].close()
+                await member_nodes[0].close()
                 await asyncio.sleep(30)
                 assert len(thin.links.by_peer) == 1
-                assert sum(thin.me in house.peers for house in houses[1:]) == 1
+                assert sum(thin.me in member_node.peers for member_node in member_nodes[1:]) == 1
 
     run_virtual(main())
 
@@ -610,38 +610,38 @@ def test_a_client_keeps_one_link_after_a_loss_however_slow_the_path(
 def test_a_client_dials_its_only_node_again_soon_after_that_refused(
     run: Run, down_s: float
 ) -> None:
-    async def story(town: Town) -> None:
-        a, clock = await inn(town), asyncio.get_running_loop().time
-        async with client(town, ticket(a)) as thin:
+    async def scenario(network: MemberNetwork) -> None:
+        a, clock = await inn(network), asyncio.get_running_loop().time
+        async with client(network, ticket(a)) as thin:
             await asyncio.sleep(30)
             await a.close()
             await asyncio.sleep(down_s)
             back = clock()
-            await inn(town, life=2)
+            await inn(network, life=2)
             await thin.entries()
             assert clock() - back < REDIAL_S + 2 * STAGGER_S  # of the virtual clock
 
-    run(story)
+    run(scenario)
 
 
 def test_a_client_tries_the_nodes_it_was_told_until_one_answers(run: Run) -> None:
-    async def story(town: Town) -> None:
+    async def scenario(network: MemberNetwork) -> None:
         names = "abcd"
-        houses = [await inn(town, name=name) for name in names]
-        for house in houses[1:]:
-            house.meet(houses[0])
-        async with client(town, ticket(houses[0])) as thin:
+        member_nodes = [await inn(network, name=name) for name in names]
+        for member_node in member_nodes[1:]:
+            member_node.meet(member_nodes[0])
+        async with client(network, ticket(member_nodes[0])) as thin:
             await asyncio.sleep(2)
             order = [fallback.node for fallback in thin.machine.fallbacks]
-            assert set(order) == {house.me for house in houses[1:]}
-            for house in houses:
-                if house.me != order[-1]:
-                    await house.close()
+            assert set(order) == {member_node.me for member_node in member_nodes[1:]}
+            for member_node in member_nodes:
+                if member_node.me != order[-1]:
+                    await member_node.close()
             await asyncio.sleep(5)
             assert thin.links.by_peer.keys() == {order[-1]}
             assert await ask(thin) == ANSWER
 
-    run(story)
+    run(scenario)
 
 
 @pytest.mark.parametrize("is_same", [False, True])
@@ -657,9 +657,9 @@ def test_a_node_that_tells_lists_without_end_has_few_of_them_saved(
 
     monkeypatch.setattr(saved_records, "save_records", counted)
 
-    async def story(town: Town) -> None:
-        a = await inn(town)
-        async with client(town, ticket(a)) as thin:
+    async def scenario(network: MemberNetwork) -> None:
+        a = await inn(network)
+        async with client(network, ticket(a)) as thin:
             await asyncio.sleep(5)
             saved.clear()
             for number in range(100):
@@ -670,7 +670,7 @@ def test_a_node_that_tells_lists_without_end_has_few_of_them_saved(
             assert len(thin.machine.fallbacks) == 8
             await asyncio.sleep(5)
 
-    run(story)
+    run(scenario)
 
     assert set(saved) == {8}
     assert len(saved) <= (2 if is_same else 7)  # a save each second for 5 s, and those at its ends
@@ -679,46 +679,46 @@ def test_a_node_that_tells_lists_without_end_has_few_of_them_saved(
 def test_a_client_reads_and_writes_its_state_off_the_loop(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def story(town: Town) -> None:
-        a = await inn(town)
-        threads = note_threads(town.folder / "client", monkeypatch)
-        async with client(town, ticket(a)) as thin:
+    async def scenario(network: MemberNetwork) -> None:
+        a = await inn(network)
+        threads = note_threads(network.folder / "client", monkeypatch)
+        async with client(network, ticket(a)) as thin:
             await ask(thin)
             thin.records.changed()
         assert threads
         assert threading.get_ident() not in threads
 
-    run(story)
+    run(scenario)
 
 
 def test_what_a_client_is_told_last_is_saved_when_it_ends(run: Run) -> None:
-    async def story(town: Town) -> None:
-        a = await inn(town)
+    async def scenario(network: MemberNetwork) -> None:
+        a = await inn(network)
         text = ticket(a)
-        async with client(town, text) as thin:
+        async with client(network, text) as thin:
             await asyncio.sleep(5)
             a.links.post(thin.me, FallbackList((Fallback(LAST.node, b"", ("loopback:x",)),)))
             await asyncio.sleep(0.1)
             assert thin.machine.fallbacks
-        async with client(town, text) as thin:
+        async with client(network, text) as thin:
             assert [each.node for each in thin.machine.fallbacks] == [LAST.node]
 
-    run(story)
+    run(scenario)
 
 
 def test_a_client_that_starts_again_knows_the_nodes_that_it_was_told(run: Run) -> None:
-    async def story(town: Town) -> None:
-        a, b = await inn(town), await inn(town, name="b")
+    async def scenario(network: MemberNetwork) -> None:
+        a, b = await inn(network), await inn(network, name="b")
         b.meet(a)
         text = ticket(a)
-        async with client(town, text):
+        async with client(network, text):
             await asyncio.sleep(2)
         await a.close()
-        async with client(town, text) as thin:
+        async with client(network, text) as thin:
             assert await ask(thin) == ANSWER
             assert thin.links.by_peer.keys() == {b.me}
 
-    run(story)
+    run(scenario)
 
 
 @pytest.mark.parametrize("is_here", [False, True])
@@ -733,10 +733,10 @@ def test_a_client_dials_no_address_of_this_machine_that_a_node_elsewhere_tells(
             dialled.append(address)
             return await super().dial(address)
 
-    async def story(town: Town) -> None:
-        a = await inn(town)
+    async def scenario(network: MemberNetwork) -> None:
+        a = await inn(network)
         monkeypatch.setattr(thin_module, "by_scheme", lambda _: {"ws": Recording()})
-        async with client(town, ticket(a)) as thin:
+        async with client(network, ticket(a)) as thin:
             here = SameHostDetector(machine_secret(), thin.mesh)
             lie = Fallback(LAST.node, here.tag(LAST.node), addresses)  # all members know its tag
             tag = here.tag(a.me) if is_here else here.tag(LAST.node)
@@ -746,7 +746,7 @@ def test_a_client_dials_no_address_of_this_machine_that_a_node_elsewhere_tells(
             await a.close()
             await asyncio.sleep(60)
 
-    run(story)
+    run(scenario)
 
     tried = Counter(dialled)
     assert set(tried) == (set(addresses) if is_here else set())
@@ -773,10 +773,10 @@ def test_a_fallback_is_on_this_machine_only_if_its_teller_is_there_too() -> None
 
 
 def test_a_client_refuses_a_fallback_that_is_another_node_or_was_removed(run: Run) -> None:
-    async def story(town: Town) -> None:
-        a, b = await inn(town), await inn(town, name="b")
+    async def scenario(network: MemberNetwork) -> None:
+        a, b = await inn(network), await inn(network, name="b")
         b.meet(a)
-        async with client(town, ticket(a)) as thin:
+        async with client(network, ticket(a)) as thin:
             await asyncio.sleep(2)
             (fallback,) = thin.machine.fallbacks
             publish_removal(a, b.me, thin.machine.me)
@@ -788,56 +788,56 @@ def test_a_client_refuses_a_fallback_that_is_another_node_or_was_removed(run: Ru
             assert thin.links.by_peer == {}
         assert b.asked == 0
 
-    run(story)
+    run(scenario)
 
 
 def test_closing_ends_the_answer(run: Run) -> None:
-    async def story(town: Town) -> None:
-        a = await inn(town)
-        async with client(town, ticket(a)) as thin:
+    async def scenario(network: MemberNetwork) -> None:
+        a = await inn(network)
+        async with client(network, ticket(a)) as thin:
             async with aclosing(thin.generate(REQUEST)) as events:
                 await anext(events)
             await asyncio.sleep(1)
             assert (a.asked, a.router.peers._running) == (1, {})
 
-    run(story)
+    run(scenario)
 
 
 def test_a_ticket_for_a_node_is_not_used_up_by_a_client(run: Run) -> None:
-    async def story(town: Town) -> None:
-        a = await inn(town)
+    async def scenario(network: MemberNetwork) -> None:
+        a = await inn(network)
         with pytest.raises(UserError, match="The ticket is for a node"):
-            async with client(town, ticket(a, Role.NODE)):
+            async with client(network, ticket(a, Role.NODE)):
                 pass
 
-    run(story)
+    run(scenario)
 
 
 def test_a_rejection_is_reported(run: Run) -> None:
-    async def story(town: Town) -> None:
-        a = await inn(town)
+    async def scenario(network: MemberNetwork) -> None:
+        a = await inn(network)
         text = ticket(a, uses=1)
-        async with client(town, text):
+        async with client(network, text):
             pass
         with pytest.raises(NotAuthorised, match="used up") as raised:
-            async with open_mesh_client(text, town.folder / "other", town.transport):
+            async with open_mesh_client(text, network.folder / "other", network.transport):
                 pass
         assert "`meshllm ring ticket --role client`" in str(raised.value.hint)
 
-    run(story)
+    run(scenario)
 
 
-def publish_removal(by: House, node: NodeId, *spared: NodeId) -> None:
+def publish_removal(by: MeshMember, node: NodeId, *spared: NodeId) -> None:
     """Remove a member."""
     removal = remove(by.store.key, by.credential.mesh, node, 1, spared)
     by.links.act(by.machine.remove(removal, asyncio.get_running_loop().time()))
 
 
 def test_a_removed_client_is_told_so_now_and_at_its_next_start(run: Run) -> None:
-    async def story(town: Town) -> None:
-        a = await inn(town)
+    async def scenario(network: MemberNetwork) -> None:
+        a = await inn(network)
         text = ticket(a)
-        async with client(town, text) as thin:
+        async with client(network, text) as thin:
             await ask(thin)
             publish_removal(a, thin.machine.me)
             with pytest.raises(NotAuthorised, match="is removed from the mesh") as raised:
@@ -849,17 +849,17 @@ def test_a_removed_client_is_told_so_now_and_at_its_next_start(run: Run) -> None
             assert thin.retry_s("", 30.0) == 30
         await a.close()
         with pytest.raises(NotAuthorised, match="is removed from the mesh"):
-            async with client(town, text):
+            async with client(network, text):
                 pass
 
-    run(story)
+    run(scenario)
 
 
 def test_a_client_of_a_removed_inviter_is_told_so(run: Run) -> None:
-    async def story(town: Town) -> None:
-        a, b = await inn(town), await town.add("b")
+    async def scenario(network: MemberNetwork) -> None:
+        a, b = await inn(network), await network.add("b")
         b.meet(a)
-        async with client(town, ticket(b)) as thin:
+        async with client(network, ticket(b)) as thin:
             await asyncio.sleep(1)
             thin.links.hint(a.me, [a.address])
             await asyncio.sleep(2)
@@ -868,15 +868,15 @@ def test_a_client_of_a_removed_inviter_is_told_so(run: Run) -> None:
             with pytest.raises(NotAuthorised, match="was invited by"):
                 await ask(thin)
 
-    run(story)
+    run(scenario)
 
 
 def test_a_client_asks_no_removed_member_even_after_a_restart(run: Run) -> None:
-    async def story(town: Town) -> None:
-        a, b = await inn(town), await town.add("b")
+    async def scenario(network: MemberNetwork) -> None:
+        a, b = await inn(network), await network.add("b")
         b.meet(a)
         text = ticket(b)
-        async with client(town, text) as thin:
+        async with client(network, text) as thin:
             await asyncio.sleep(1)
             thin.links.hint(a.me, [a.address])
             await asyncio.sleep(2)
@@ -884,13 +884,13 @@ def test_a_client_asks_no_removed_member_even_after_a_restart(run: Run) -> None:
             await asyncio.sleep(1)
             assert await ask(thin) == ANSWER
             assert thin.links.by_peer.keys() == {a.me}
-        async with client(town, text) as thin:
+        async with client(network, text) as thin:
             assert await ask(thin) == ANSWER
             await asyncio.sleep(20)  # its inviter, which was removed, still listens
             assert thin.links.by_peer.keys() == {a.me}  # which the inviter told once
         assert b.talked == []
 
-    run(story)
+    run(scenario)
 
 
 def test_a_client_that_cannot_save_removals_goes_on(
@@ -901,20 +901,20 @@ def test_a_client_that_cannot_save_removals_goes_on(
 
     monkeypatch.setattr(saved_records, "save_records", fail)
 
-    async def story(town: Town) -> None:
-        a = await inn(town)
-        async with client(town, ticket(a)) as thin:
+    async def scenario(network: MemberNetwork) -> None:
+        a = await inn(network)
+        async with client(network, ticket(a)) as thin:
             await ask(thin)
             assert await ask(thin) == ANSWER
         assert "The disk is full" in caplog.text
 
-    run(story)
+    run(scenario)
 
 
 def test_a_client_serves_no_requests(run: Run) -> None:
-    async def story(town: Town) -> None:
-        a = await inn(town)
-        async with client(town, ticket(a)) as thin:
+    async def scenario(network: MemberNetwork) -> None:
+        a = await inn(network)
+        async with client(network, ticket(a)) as thin:
             await asyncio.sleep(1)
             with pytest.raises(LinkLost, match="A client does not serve requests"):
                 thin.backend()
@@ -926,18 +926,18 @@ def test_a_client_serves_no_requests(run: Run) -> None:
         with pytest.raises(UserError, match="does not accept links"):
             await _NoAdmission().authorize(a.me, a.credential, Purpose.MESH, 1)
 
-    run(story)
+    run(scenario)
 
 
 def test_the_transport_is_chosen_by_the_addresses(run: Run) -> None:
-    async def story(town: Town) -> None:
-        made = await town.add("a")
+    async def scenario(network: MemberNetwork) -> None:
+        made = await network.add("a")
         text = ticket(made)
         from meshllm.protocol.trust.ticket import parse_ticket
 
         assert [each.name for each in _transports_for(parse_ticket(text))] == ["loopback"]
 
-    run(story)
+    run(scenario)
 
 
 @pytest.mark.parametrize(
@@ -978,14 +978,14 @@ def test_a_bug_ends_the_requests_of_a_client(
 
     monkeypatch.setattr(MeshClient, "_redial", seek)
 
-    async def story(town: Town) -> None:
+    async def scenario(network: MemberNetwork) -> None:
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
-        a = await inn(town)
+        a = await inn(network)
         a.pause_s = 100.0
-        async with client(town, ticket(a)) as thin:
+        async with client(network, ticket(a)) as thin:
             with pytest.raises((ZeroDivisionError, ExceptionGroup)) as raised:
                 await ask(thin)
         error = raised.value
         assert isinstance(error, ZeroDivisionError) is (where == "timer")
 
-    run(story)
+    run(scenario)

@@ -79,7 +79,7 @@ def test_after_a_stop_what_waits_is_read_before_timers_fire() -> None:
 
 
 def test_a_time_begins_again_after_a_stop() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
         times = list[float]()
@@ -95,13 +95,13 @@ def test_a_time_begins_again_after_a_stop() -> None:
             await wait()
         assert [*times, loop.time()] == [64.0, 65.0]
 
-    run_virtual(story())
+    run_virtual(scenario())
 
 
 def test_what_ends_in_time_does_not_time_out() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         async with event_loop.awake_timeout(5.0):
             await asyncio.sleep(4.0)
         await asyncio.sleep(60.0)
 
-    run_virtual(story())
+    run_virtual(scenario())

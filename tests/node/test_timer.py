@@ -21,17 +21,17 @@ class SameHostDetector:
 
 
 def test_a_deadline_that_passes_expires_once() -> None:
-    async def story() -> list[float]:
+    async def scenario() -> list[float]:
         machine = SameHostDetector(2.0)
         async with machine.alarm:
             await asyncio.sleep(10)
         return machine.expired
 
-    assert run_virtual(story()) == [2.0]
+    assert run_virtual(scenario()) == [2.0]
 
 
 def test_an_extended_deadline_expires_at_the_new_time() -> None:
-    async def story() -> list[float]:
+    async def scenario() -> list[float]:
         machine = SameHostDetector(2.0)
         async with machine.alarm:
             await asyncio.sleep(1)
@@ -40,11 +40,11 @@ def test_an_extended_deadline_expires_at_the_new_time() -> None:
             await asyncio.sleep(10)
         return machine.expired
 
-    assert run_virtual(story()) == [5.0]
+    assert run_virtual(scenario()) == [5.0]
 
 
 def test_an_earlier_deadline_is_kept() -> None:
-    async def story() -> list[float]:
+    async def scenario() -> list[float]:
         machine = SameHostDetector(9.0)
         async with machine.alarm:
             machine.deadline = 1.5
@@ -52,11 +52,11 @@ def test_an_earlier_deadline_is_kept() -> None:
             await asyncio.sleep(10)
         return machine.expired
 
-    assert run_virtual(story()) == [1.5]
+    assert run_virtual(scenario()) == [1.5]
 
 
 def test_the_earliest_of_several_deadlines_is_kept() -> None:
-    async def story() -> list[float]:
+    async def scenario() -> list[float]:
         machine, deadlines = SameHostDetector(6.0), [4.0, 2.0, None, 9.0]
         async with machine.alarm:
             for deadline in deadlines:
@@ -65,11 +65,11 @@ def test_the_earliest_of_several_deadlines_is_kept() -> None:
             await asyncio.sleep(10)
         return machine.expired
 
-    assert run_virtual(story()) == [2.0]
+    assert run_virtual(scenario()) == [2.0]
 
 
 def test_nothing_expires_after_the_end_or_without_a_deadline() -> None:
-    async def story() -> list[float]:
+    async def scenario() -> list[float]:
         machine = SameHostDetector(None)
         async with machine.alarm:
             await asyncio.sleep(1)
@@ -78,13 +78,13 @@ def test_nothing_expires_after_the_end_or_without_a_deadline() -> None:
         await asyncio.sleep(10)
         return machine.expired
 
-    assert run_virtual(story()) == []
+    assert run_virtual(scenario()) == []
 
 
 def test_an_error_does_not_stop_an_alarm_and_is_reported_in_its_context() -> None:
     where = ContextVar("where", default="elsewhere")
 
-    async def story() -> tuple[int, list[str]]:
+    async def scenario() -> tuple[int, list[str]]:
         told, calls = list[str](), list[float]()
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(
@@ -102,11 +102,11 @@ def test_an_error_does_not_stop_an_alarm_and_is_reported_in_its_context() -> Non
             await asyncio.sleep(10)
         return len(calls), told
 
-    assert run_virtual(story()) == (3, ["here"] * 3)
+    assert run_virtual(scenario()) == (3, ["here"] * 3)
 
 
 def test_an_alarm_pauses_after_an_error_if_its_deadline_is_past() -> None:
-    async def story() -> list[float]:
+    async def scenario() -> list[float]:
         loop, calls = asyncio.get_running_loop(), list[float]()
         loop.set_exception_handler(lambda *_: None)
 
@@ -119,4 +119,4 @@ def test_an_alarm_pauses_after_an_error_if_its_deadline_is_past() -> None:
             await asyncio.sleep(1.0 + 3 * AFTER_ERROR_S)
         return calls
 
-    assert len(run_virtual(story())) == 4
+    assert len(run_virtual(scenario())) == 4

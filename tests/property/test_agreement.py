@@ -21,7 +21,7 @@ from tests.builders.snapshots import World, charter, profile, weights
 from tests.property import strategies
 
 pytestmark = pytest.mark.property
-_ = strategies.nodes  # their module loads the house's profile of hypothesis
+_ = strategies.nodes  # their module loads the profile of hypothesis
 LAYERS = 4
 NODES = [A, B, C, D]
 some = st.frozensets(st.sampled_from(NODES), max_size=2)

@@ -19,7 +19,7 @@ from tests.builders.offers import apart, model, offer
 from tests.property import strategies
 
 pytestmark = pytest.mark.property
-names = strategies.nodes  # their module loads the house's profile of hypothesis
+names = strategies.nodes  # their module loads the profile of hypothesis
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from tests.builders.identities import WALL
 from tests.property import strategies
 
 pytestmark = pytest.mark.property
-_ = strategies.nodes  # their module loads the house's profile of hypothesis
+_ = strategies.nodes  # their module loads the profile of hypothesis
 MOST = 5  # members
 FEW = settings(
     max_examples=40,

@@ -189,7 +189,7 @@ def test_an_inline_executor_returns_what_was_raised() -> None:
 
 
 def test_what_is_due_in_a_suspension_happens_afterwards() -> None:
-    async def story() -> list[float]:
+    async def scenario() -> list[float]:
         loop, fired = asyncio.get_running_loop(), list[float]()
         assert isinstance(loop, VirtualLoop)
         for delay in (1.0, 2.0, 7.0):
@@ -198,4 +198,4 @@ def test_what_is_due_in_a_suspension_happens_afterwards() -> None:
         await asyncio.sleep(5.0)
         return fired
 
-    assert run_virtual(story()) == [5.0, 5.0, 7.0]
+    assert run_virtual(scenario()) == [5.0, 5.0, 7.0]

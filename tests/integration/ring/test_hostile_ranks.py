@@ -134,7 +134,7 @@ def test_a_hostile_last_rank_ends_its_request_or_changes_nothing(
         ModelRuntime, "pace", lambda *asked: replace(pace(*asked), patience_s=PATIENCE_S)
     )
 
-    async def story() -> None:
+    async def scenario() -> None:
         options = RingOptions(2, inference=InferenceConfig(threads=1, prefix_bytes=0))
         async with open_local_ring(resolve(str(llama)), options) as ring:
             right, blamed = await ask(ring), list[None]()
@@ -158,4 +158,4 @@ def test_a_hostile_last_rank_ends_its_request_or_changes_nothing(
             assert (entry.sessions, entry.budget.live_bytes) == (0, 0)
             assert await ask(ring) == right
 
-    run_virtual(asyncio.wait_for(story(), LONGEST_S))
+    run_virtual(asyncio.wait_for(scenario(), LONGEST_S))

@@ -9,7 +9,7 @@ from transformers.utils import logging
 from meshllm.errors import ModelError
 from meshllm.model.parity.families import read_table, tiny_config
 from meshllm.model.split import meta_model as meta_models
-from meshllm.model.split.meta_model import Part, build, quiet, strip
+from meshllm.model.split.meta_model import Part, build, quiet, row_dtype, strip
 from meshllm.model.split.structure import ModelStructure, find_structure
 from meshllm.model.split.stubs import EndStub, LayerStub
 from meshllm.names import Span
@@ -19,6 +19,20 @@ def llama(*, tied: bool) -> PreTrainedConfig:
     config = tiny_config("llama", read_table())
     config.tie_word_embeddings = tied
     return config
+
+
+@pytest.mark.parametrize(
+    ("fields", "dtype"),
+    [
+        ({}, torch.bfloat16),
+        ({"residual_in_fp32": False}, torch.bfloat16),
+        ({"residual_in_fp32": True}, torch.float32),
+    ],
+)
+def test_rows_between_layers_may_be_wider_than_weights(
+    fields: dict[str, bool], dtype: torch.dtype
+) -> None:
+    assert row_dtype(PreTrainedConfig(**fields), torch.bfloat16) is dtype
 
 
 def held(config: PreTrainedConfig, part: Part) -> set[str]:

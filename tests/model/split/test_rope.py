@@ -66,6 +66,15 @@ def test_a_config_may_set_no_limit_and_may_be_nested() -> None:
     assert context_of(SimpleNamespace(get_text_config=lambda decoder: config)) is None
 
 
+def test_the_context_is_that_of_the_decoder() -> None:
+    texts = {
+        decoder: SimpleNamespace(max_position_embeddings=limit, to_dict=dict)
+        for decoder, limit in ((True, 7), (False, 9))
+    }
+
+    assert context_of(SimpleNamespace(get_text_config=lambda decoder: texts[decoder])) == 7
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_split_model_is_that_of_transformers(

@@ -153,6 +153,17 @@ def test_a_session_that_grows_too_large_loses_its_rows(empty: SessionCache) -> N
     assert recorded(other, 0, 1) == [0]
 
 
+def test_the_rows_of_the_last_session_may_take_all_memory(empty: SessionCache) -> None:
+    empty.record(3, 0, rows_of(0, 1))
+    sent, first, last = SentRows(empty.sent_bytes), SessionCache([]), SessionCache([])
+    sent.record(first, 3, 0, rows_of(0, 1))
+
+    sent.record(last, 3, 0, rows_of(0, 1))
+
+    assert recorded(last, 0, 1) == [0]
+    assert first.sent == {}
+
+
 def test_the_rows_of_a_branch_count(empty: SessionCache) -> None:
     empty.record(3, 0, rows_of(0, 1))
     sent = SentRows(int(empty.sent_bytes * 1.5))

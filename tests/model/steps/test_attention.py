@@ -381,20 +381,23 @@ def test_shapes_that_the_kernel_does_not_take_are_computed_too(kernel: PrefillKe
     assert float((found.double() - exact).norm() / exact.norm()) < 2**-7
 
 
-def test_copies_of_long_keys_are_of_one_head_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("window", [None, 7])
+def test_copies_of_long_keys_are_of_one_head_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, window: int | None
+) -> None:
     torch.manual_seed(0)
     query = torch.randn(1, 8, 5, 16, dtype=torch.bfloat16)
     key, value = torch.randn(2, 1, 4, 40, 16, dtype=torch.bfloat16)
     monkeypatch.setattr(quant_matrix, "multiplies_matrices", lambda: False)
-    whole = attention._in_blocks(query, key, value, 0.25, None)
+    whole = attention._in_blocks(query, key, value, 0.25, window)
     sizes = list[int]()
 
-    def seen(own: Tensor, rows: int, window: int | None) -> None:
+    def seen(own: Tensor, rows: int, last: int | None) -> None:
         sizes.append(own.shape[0])
-        causal_softmax_(own, rows, window)
+        causal_softmax_(own, rows, last)
 
     monkeypatch.setattr(attention, "causal_softmax_", seen)
     monkeypatch.setattr(attention, "FLOAT_BYTES", 4 * key.numel())
 
-    assert torch.allclose(attention._in_blocks(query, key, value, 0.25, None), whole)
+    assert torch.allclose(attention._in_blocks(query, key, value, 0.25, window), whole)
     assert set(sizes) == {1}

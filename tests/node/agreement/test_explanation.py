@@ -67,7 +67,7 @@ def test_nodes_that_load_layers_or_do_not_link_are_named(
 
 
 def test_a_loss_is_explained_with_the_names_of_nodes() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         place = Place()
         place.serve(replace(ALONE, epoch=PLAN.epoch + 1))
         after = place.directory.ring_at(RingEntry(ENTRY))
@@ -90,4 +90,4 @@ def test_a_loss_is_explained_with_the_names_of_nodes() -> None:
         cause, text = place.directory.explain((FIRST_GROUP, PLAN), after)
         assert (cause, text.partition(";")[0]) == (LossCause.NODE_LEFT, "cellar left")
 
-    run_virtual(story())
+    run_virtual(scenario())

@@ -108,11 +108,11 @@ Run = Callable[[Callable[[Node], Coroutine[Any, Any, None]]], None]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Run:
-    return lambda story: run_virtual(story(Node(monkeypatch)))
+    return lambda scenario: run_virtual(scenario(Node(monkeypatch)))
 
 
 def test_a_ring_begins_once_it_has_been_wanted_for_a_while(run: Run) -> None:
-    async def story(node: Node) -> None:
+    async def scenario(node: Node) -> None:
         node.rings.want({ONE: 5})
         node.rings.want({})  # at once
         await asyncio.sleep(SHORT_S)
@@ -121,22 +121,22 @@ def test_a_ring_begins_once_it_has_been_wanted_for_a_while(run: Run) -> None:
         await asyncio.sleep(SHORT_S)
         assert node.running == {ONE: 5, OTHER: 7}
 
-    run(story)
+    run(scenario)
 
 
 def test_a_ring_is_resized_and_begun_once(run: Run) -> None:
-    async def story(node: Node) -> None:
+    async def scenario(node: Node) -> None:
         for memory in (5, 8):
             node.rings.want({ONE: memory})
             await asyncio.sleep(SHORT_S)
         assert node.running == {ONE: 8}
         assert len(node.begun) == 1
 
-    run(story)
+    run(scenario)
 
 
 def test_a_new_ring_waits_for_the_sessions_of_one_that_ends(run: Run) -> None:
-    async def story(node: Node) -> None:
+    async def scenario(node: Node) -> None:
         node.rings.want({ONE: 5})
         await asyncio.sleep(SHORT_S)
         node.begun[0].sessions = 1
@@ -151,14 +151,14 @@ def test_a_new_ring_waits_for_the_sessions_of_one_that_ends(run: Run) -> None:
         assert node.shares == [(ONE, None)]
         assert ONE not in node.state.further
 
-    run(story)
+    run(scenario)
 
 
 @pytest.mark.parametrize("is_next", [False, True])
 def test_a_ring_with_sessions_ends_late_and_later_if_it_is_to_be_the_first(
     run: Run, *, is_next: bool
 ) -> None:
-    async def story(node: Node) -> None:
+    async def scenario(node: Node) -> None:
         node.rings.want({ONE: 5})
         await asyncio.sleep(SHORT_S)
         node.begun[0].sessions = 1
@@ -169,11 +169,11 @@ def test_a_ring_with_sessions_ends_late_and_later_if_it_is_to_be_the_first(
         await asyncio.sleep(DRAIN_S)
         assert node.running == {}
 
-    run(story)
+    run(scenario)
 
 
 def test_a_model_that_cannot_be_served_is_given_up(run: Run) -> None:
-    async def story(node: Node) -> None:
+    async def scenario(node: Node) -> None:
         node.error = ModelError("damaged")
         node.rings.want({ONE: 5})
         await asyncio.sleep(SHORT_S)
@@ -184,11 +184,11 @@ def test_a_model_that_cannot_be_served_is_given_up(run: Run) -> None:
         await asyncio.sleep(SHORT_S)
         assert node.running == {ONE: 5}
 
-    run(story)
+    run(scenario)
 
 
 def test_a_ring_that_cannot_be_served_leaves_another_one_of_its_model(run: Run) -> None:
-    async def story(node: Node) -> None:
+    async def scenario(node: Node) -> None:
         node.members.append(SimpleNamespace(group=OTHER, charter=SimpleNamespace(key=KEY)))
         node.error = ModelError("damaged")
         node.rings.want({ONE: 5})
@@ -198,11 +198,11 @@ def test_a_ring_that_cannot_be_served_leaves_another_one_of_its_model(run: Run) 
         await asyncio.sleep(SHORT_S)
         assert len(node.begun) == 1
 
-    run(story)
+    run(scenario)
 
 
 def test_a_ring_that_could_not_be_served_is_tried_again_with_backoff(run: Run) -> None:
-    async def story(node: Node) -> None:
+    async def scenario(node: Node) -> None:
         node.members.append(SimpleNamespace(group=OTHER, charter=SimpleNamespace(key=KEY)))
         node.error = ModelError("the disk is full")
         node.wanted = {ONE: 5}
@@ -219,12 +219,12 @@ def test_a_ring_that_could_not_be_served_is_tried_again_with_backoff(run: Run) -
         assert node.refused == set()
         assert node.published == [set()] * (len(node.begun_at) - 1)
 
-    run(story)
+    run(scenario)
 
 
 @pytest.mark.parametrize("ends", ["not wanted", "failed"])
 def test_the_backoff_begins_again_after_a_ring_that_could_be_served(run: Run, ends: str) -> None:
-    async def story(node: Node) -> None:
+    async def scenario(node: Node) -> None:
         node.members.append(SimpleNamespace(group=OTHER, charter=SimpleNamespace(key=KEY)))
         node.error = error = ModelError("the disk is full")
         node.wanted = {ONE: 5}
@@ -249,11 +249,11 @@ def test_the_backoff_begins_again_after_a_ring_that_could_be_served(run: Run, en
         await asyncio.sleep(FIRST_RETRY_S + SHORT_S)
         assert len(node.begun) == tries + 1
 
-    run(story)
+    run(scenario)
 
 
 def test_a_ring_that_cannot_be_served_is_refused_until_the_backoff_is_over(run: Run) -> None:
-    async def story(node: Node) -> None:
+    async def scenario(node: Node) -> None:
         node.members.append(SimpleNamespace(group=OTHER, charter=SimpleNamespace(key=KEY)))
         node.error = ModelError("the memory does not suffice")
         node.rings.want({ONE: 5})
@@ -262,11 +262,11 @@ def test_a_ring_that_cannot_be_served_is_refused_until_the_backoff_is_over(run: 
         await asyncio.sleep(SHORT_S)
         assert node.refused == set()
 
-    run(story)
+    run(scenario)
 
 
 def test_a_node_in_all_rings_that_it_may_have_changes_one(run: Run) -> None:
-    async def story(node: Node) -> None:
+    async def scenario(node: Node) -> None:
         groups = [GroupId(bytes([number]) * 9) for number in range(MAX_RINGS)]
         for begin in (0, 1):
             node.wanted = dict.fromkeys(groups[begin : begin + MAX_RINGS - 1], 5)
@@ -275,31 +275,31 @@ def test_a_node_in_all_rings_that_it_may_have_changes_one(run: Run) -> None:
         assert [*node.rings.rings] == groups[1:]
         assert node.most == MAX_RINGS - 1
 
-    run(story)
+    run(scenario)
 
 
 def test_rings_begin_in_the_order_of_the_records(run: Run) -> None:
-    async def story(node: Node) -> None:
+    async def scenario(node: Node) -> None:
         wanted = {GroupId(bytes([number]) * 9): number for number in range(1, 9)}
         node.rings.want(wanted)
         await asyncio.sleep(SHORT_S)
         assert [*node.rings.rings] == [*wanted]
 
-    run(story)
+    run(scenario)
 
 
 def test_a_node_that_leaves_begins_no_ring(run: Run) -> None:
-    async def story(node: Node) -> None:
+    async def scenario(node: Node) -> None:
         node.rings.want({ONE: 5})
         node.state.is_leaving = True
         await asyncio.sleep(SHORT_S)
         assert node.running == {}
 
-    run(story)
+    run(scenario)
 
 
 def test_a_ring_is_ended_once(run: Run) -> None:
-    async def story(node: Node) -> None:
+    async def scenario(node: Node) -> None:
         node.rings.want({ONE: 5})
         await asyncio.sleep(SHORT_S)
         ring: SecondaryRing = node.rings.rings[ONE]
@@ -308,4 +308,4 @@ def test_a_ring_is_ended_once(run: Run) -> None:
         await asyncio.sleep(SETTLE_S)
         assert node.begun[0].ended == [ONE]
 
-    run(story)
+    run(scenario)

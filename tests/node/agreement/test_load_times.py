@@ -13,8 +13,8 @@ from meshllm.testing.clock import run_virtual
 BIG, SMALL = ModelKey(b"b" * 16), ModelKey(b"s" * 16)
 
 
-def run(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    run_virtual(story())
+def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    run_virtual(scenario())
 
 
 async def load(times: ModelLoadTimes, *, has_plan: bool = False, span_bytes: int = 1000) -> None:
@@ -33,7 +33,7 @@ async def load(times: ModelLoadTimes, *, has_plan: bool = False, span_bytes: int
 
 
 def test_a_load_tells_how_long_the_next_one_takes() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         times = ModelLoadTimes()
         await load(times)
         assert not times.awaited
@@ -45,25 +45,25 @@ def test_a_load_tells_how_long_the_next_one_takes() -> None:
         assert times.retry_s(SMALL, 500) == 20
         assert times.awaited == (SMALL,)
 
-    run(story)
+    run(scenario)
 
 
 @pytest.mark.parametrize(
     "load_of", [{"has_plan": True}, {"span_bytes": 0}], ids=["had begun before", "no size"]
 )
 def test_what_is_not_known_of_a_load_is_not_measured(load_of: dict[str, Any]) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         times = ModelLoadTimes()
         await load(times, **load_of)
         times.ask(SMALL, has_plan=False)
         await asyncio.sleep(30)
         assert times.retry_s(SMALL, 500) == 30  # that of the wait
 
-    run(story)
+    run(scenario)
 
 
 def test_later_requests_wait_for_the_same_load() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         times = ModelLoadTimes()
         for has_plan in (False, True):
             times.ask(BIG, has_plan=has_plan)
@@ -74,11 +74,11 @@ def test_later_requests_wait_for_the_same_load() -> None:
         times.ask(BIG, has_plan=False)
         assert times.retry_s(BIG, 1000) == 60
 
-    run(story)
+    run(scenario)
 
 
 def test_a_model_that_nobody_wants_any_more_is_not_measured() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         times = ModelLoadTimes()
         times.ask(BIG, has_plan=False)
         await asyncio.sleep(500)
@@ -86,11 +86,11 @@ def test_a_model_that_nobody_wants_any_more_is_not_measured() -> None:
         await load(times, has_plan=True)
         assert times.retry_s(BIG, 1000) == 1  # nobody waits
 
-    run(story)
+    run(scenario)
 
 
 def test_a_load_that_had_begun_has_taken_as_long_as_the_wait_at_least() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         times = ModelLoadTimes()
         await load(times)
         times.ask(BIG, has_plan=True)
@@ -99,11 +99,11 @@ def test_a_load_that_had_begun_has_taken_as_long_as_the_wait_at_least() -> None:
         await asyncio.sleep(90)
         assert times.retry_s(BIG, 1000) == 120  # longer than expected: the wait doubles
 
-    run(story)
+    run(scenario)
 
 
 def test_a_ring_that_serves_already_was_not_loaded_now() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         times = ModelLoadTimes()
         await load(times)
         times.ask(BIG, has_plan=False)  # no node is linked yet
@@ -112,4 +112,4 @@ def test_a_ring_that_serves_already_was_not_loaded_now() -> None:
         times.ask(BIG, has_plan=True)
         assert times.retry_s(BIG, 1000) == 100
 
-    run(story)
+    run(scenario)

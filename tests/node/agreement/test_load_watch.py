@@ -37,13 +37,13 @@ class Watched:
         self.watch.begin(cast("Any", self.ring), FIRST_GROUP)
 
 
-def run(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    run_virtual(story())
+def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    run_virtual(scenario())
 
 
 @pytest.mark.parametrize("loads", [True, False])
 def test_a_node_that_does_not_load_in_time_is_late(*, loads: bool) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         case = Watched()
         case.follow()
         await asyncio.sleep(LOAD_S - 1)
@@ -53,11 +53,11 @@ def test_a_node_that_does_not_load_in_time_is_late(*, loads: bool) -> None:
         await asyncio.sleep(2)
         assert case.late == ([] if loads else [STAGE])
 
-    run(story)
+    run(scenario)
 
 
 def test_a_plan_loads_until_its_living_nodes_have_loaded() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         case = Watched()
         assert case.watch.until == 0
         case.follow()
@@ -70,11 +70,11 @@ def test_a_plan_loads_until_its_living_nodes_have_loaded() -> None:
         case.machine.alive.discard(STAGE)
         assert case.watch.until == 0
 
-    run(story)
+    run(scenario)
 
 
 def test_a_node_that_takes_back_that_it_has_loaded_may_load_again_in_time() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         case = Watched()
         case.follow()
         case.states[STAGE] = loaded()
@@ -87,11 +87,11 @@ def test_a_node_that_takes_back_that_it_has_loaded_may_load_again_in_time() -> N
         await asyncio.sleep(2)
         assert case.late == [STAGE]
 
-    run(story)
+    run(scenario)
 
 
 def test_a_node_that_takes_back_again_and_again_that_it_has_loaded_is_late() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         case = Watched()
         case.follow()
         for _ in range(MAX_UNLOADS + 1):
@@ -102,11 +102,11 @@ def test_a_node_that_takes_back_again_and_again_that_it_has_loaded_is_late() -> 
                 case.follow()
         assert case.late == [STAGE]
 
-    run(story)
+    run(scenario)
 
 
 def test_a_plan_is_watched_once() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         case = Watched()
         case.follow()
         until = case.watch.until
@@ -114,11 +114,11 @@ def test_a_plan_is_watched_once() -> None:
         case.follow()
         assert case.watch.until == until
 
-    run(story)
+    run(scenario)
 
 
 def test_a_plan_is_watched_again_after_its_ring_has_begun_again() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         case = Watched()
         case.follow()
         case.watch.end()
@@ -129,11 +129,11 @@ def test_a_plan_is_watched_again_after_its_ring_has_begun_again() -> None:
         await asyncio.sleep(LOAD_S + 1)
         assert case.late == [STAGE]
 
-    run(story)
+    run(scenario)
 
 
 def test_a_neighbour_that_does_not_link_is_late() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         case = Watched()
         case.states[STAGE] = loaded()
         case.follow()
@@ -143,7 +143,7 @@ def test_a_neighbour_that_does_not_link_is_late() -> None:
         await asyncio.sleep(LINK_S)
         assert case.late == [STAGE]
 
-    run(story)
+    run(scenario)
 
 
 class Suspended:
@@ -163,7 +163,7 @@ class Suspended:
 def test_nodes_get_time_after_this_one_was_suspended_before_they_are_late(
     *, comes_back: bool
 ) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         case = Watched()
         wakes_at = 3 * LOAD_S
         case.watch = ModelLoadWatch(case.machine, case.late.append, Suspended(LOAD_S / 2, wakes_at))
@@ -178,7 +178,7 @@ def test_nodes_get_time_after_this_one_was_suspended_before_they_are_late(
         await asyncio.sleep(3 * LINK_S)
         assert set(case.late) == (set() if comes_back else {STAGE})
 
-    run(story)
+    run(scenario)
 
 
 @pytest.mark.parametrize("has_loaded", [False, True])
@@ -186,7 +186,7 @@ def test_an_overloaded_node_finds_late_ones_too(*, has_loaded: bool) -> None:
     def late(delay_s: float, callback: Callable[..., None], /, *args: object) -> None:
         call_later(delay_s + 2 * BEAT, callback, *args)
 
-    async def story() -> None:
+    async def scenario() -> None:
         case = Watched()
         case.watch = ModelLoadWatch(case.machine, case.late.append, late)
         case.machine.woke = inf  # at each check
@@ -198,11 +198,11 @@ def test_an_overloaded_node_finds_late_ones_too(*, has_loaded: bool) -> None:
         await asyncio.sleep(LOAD_S + 4 * LINK_S)
         assert set(case.late) == {STAGE}
 
-    run(story)
+    run(scenario)
 
 
 def test_a_neighbour_is_not_late_because_this_node_was_suspended_between_two_checks() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         case = Watched()
         case.states[STAGE] = loaded()
         case.follow()
@@ -213,12 +213,12 @@ def test_a_neighbour_is_not_late_because_this_node_was_suspended_between_two_che
         await asyncio.sleep(LINK_S + 2)
         assert case.late == [STAGE]
 
-    run(story)
+    run(scenario)
 
 
 @pytest.mark.parametrize("is_left", [True, False])
 def test_a_plan_that_was_replaced_or_left_in_time_has_no_late_node(*, is_left: bool) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         case = Watched()
         case.follow()
         case.ring.missing = STAGE
@@ -230,4 +230,4 @@ def test_a_plan_that_was_replaced_or_left_in_time_has_no_late_node(*, is_left: b
         await asyncio.sleep(2 * LOAD_S)
         assert case.late == []
 
-    run(story)
+    run(scenario)

@@ -31,12 +31,12 @@ class Used:
         self.told.append(self.use.used)
 
 
-def run(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    run_virtual(story())
+def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    run_virtual(scenario())
 
 
 def test_a_model_is_used_for_a_while_after_it_was_asked_for() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         used = Used()
         used.ask("of an engine")
         assert used.told == []
@@ -49,11 +49,11 @@ def test_a_model_is_used_for_a_while_after_it_was_asked_for() -> None:
         await asyncio.sleep(21)
         assert used.told == [(OTHER,), ()]
 
-    run(story)
+    run(scenario)
 
 
 def test_a_model_is_used_while_it_answers() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         used = Used()
         with used.use.using("tiny"):
             await asyncio.sleep(200)
@@ -63,11 +63,11 @@ def test_a_model_is_used_while_it_answers() -> None:
         await asyncio.sleep(2)
         assert used.told == [(FIRST,), ()]
 
-    run(story)
+    run(scenario)
 
 
 def test_a_mesh_of_one_model_does_not_tell() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         used = Used()
         used.ask("")
         told = [used.use.used]
@@ -78,4 +78,4 @@ def test_a_mesh_of_one_model_does_not_tell() -> None:
         assert told == [(FIRST,), (), ()]
         assert [used.use.is_used(each) for each in (FIRST, OTHER)] == [True, False]
 
-    run(story)
+    run(scenario)

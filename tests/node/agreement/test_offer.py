@@ -240,7 +240,7 @@ def test_a_backoff_of_another_ring_does_not_end_that_of_this_one(case: Case) -> 
 
 @pytest.mark.parametrize("ranks", [0, 1])
 def test_a_thread_that_hangs_in_a_further_ring_is_reported(case: Case, ranks: int) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         case.offer.end()
         case.member.ranks = [object()] * ranks
         watching = asyncio.ensure_future(
@@ -252,11 +252,11 @@ def test_a_thread_that_hangs_in_a_further_ring_is_reported(case: Case, ranks: in
         assert not case.is_open
         watching.cancel()
 
-    run_virtual(story())
+    run_virtual(scenario())
 
 
 def test_a_hung_compute_thread_retracts_the_offer_until_it_responds(case: Case) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         watching = asyncio.ensure_future(
             case.offer.watch(cast("Any", case.worker), cast("Any", case.member))
         )
@@ -277,7 +277,7 @@ def test_a_hung_compute_thread_retracts_the_offer_until_it_responds(case: Case) 
         assert (case.is_open, case.member.is_hung) == (True, False)
         watching.cancel()
 
-    run_virtual(story())
+    run_virtual(scenario())
 
 
 async def seen(case: Case, times: float | None, wait_s: float = 3 * WATCH_S) -> float:
@@ -291,7 +291,7 @@ async def seen(case: Case, times: float | None, wait_s: float = 3 * WATCH_S) -> 
 def test_a_slow_machine_says_so_until_it_is_fast_again(case: Case) -> None:
     rows, _ = MEASURED.layer_s[0]
 
-    async def story() -> None:
+    async def scenario() -> None:
         see = partial(seen, case)
         refining = asyncio.ensure_future(case.offer.refine())
         published = [
@@ -310,13 +310,13 @@ def test_a_slow_machine_says_so_until_it_is_fast_again(case: Case) -> None:
         assert await see(4.0) == 1.0
         refining.cancel()
 
-    run_virtual(story())
+    run_virtual(scenario())
 
 
 def test_a_machine_that_was_measured_while_it_was_busy_says_how_fast_it_is(case: Case) -> None:
     rows, _ = MEASURED.layer_s[0]
 
-    async def story() -> None:
+    async def scenario() -> None:
         see = partial(seen, case)
         case.offer.begin(MEASURED)
         refining = asyncio.ensure_future(case.offer.refine())
@@ -330,19 +330,19 @@ def test_a_machine_that_was_measured_while_it_was_busy_says_how_fast_it_is(case:
         assert await see(None, 2 * RESTORE_S) == pytest.approx(1 / MAX_SLOW)
         refining.cancel()
 
-    run_virtual(story())
+    run_virtual(scenario())
 
 
 def test_a_slow_machine_is_published_with_no_more_seconds_than_peers_take(case: Case) -> None:
     case.offer.begin(replace(MEASURED, layer_s=((1, 100.0), (8, 1000.0)), head_s=100.0))
 
-    async def story() -> None:
+    async def scenario() -> None:
         refining = asyncio.ensure_future(case.offer.refine())
         case.layer_s = 6400.0
         await asyncio.sleep(3 * WATCH_S)
         refining.cancel()
 
-    run_virtual(story())
+    run_virtual(scenario())
     told = case.told[-1]
     assert told.layer_s == ((1, MAX_SECONDS), (8, MAX_SECONDS))
     assert Profile.decode(told.encode()) == told
@@ -358,7 +358,7 @@ def test_a_failure_during_a_hang_is_not_offered_again(case: Case) -> None:
 
 
 def test_after_a_failure_during_a_hang_it_is_offered_again(case: Case) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         watching = asyncio.ensure_future(
             case.offer.watch(cast("Any", case.worker), cast("Any", case.member))
         )
@@ -369,7 +369,7 @@ def test_after_a_failure_during_a_hang_it_is_offered_again(case: Case) -> None:
         await asyncio.sleep(3)
         watching.cancel()
 
-    run_virtual(story())
+    run_virtual(scenario())
     assert not case.is_open  # until the backoff ends
 
     case.later.pop()()

@@ -27,12 +27,12 @@ from tests.builders.ring_places import (
 from tests.builders.snapshots import charter
 
 
-def run(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    run_virtual(story())
+def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    run_virtual(scenario())
 
 
 def test_a_change_is_published_once() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         place = Place()
         place.serve()
         place.own.publish()
@@ -44,11 +44,11 @@ def test_a_change_is_published_once() -> None:
         assert {state.followed for state in place.told} == {PLAN.encode()}
         assert place.own.sessions == 3
 
-    run(story)
+    run(scenario)
 
 
 def test_a_leaving_node_says_so_until_it_has_left() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         place = Place()
         place.own.is_leaving = True
         place.own.publish()
@@ -57,11 +57,11 @@ def test_a_leaving_node_says_so_until_it_has_left() -> None:
         place.member.loaded(True, None)
         assert [state.lifecycle for state in place.told] == [Lifecycle.LEAVING] * 2
 
-    run(story)
+    run(scenario)
 
 
 def test_the_plan_for_which_layers_are_loaded_in_advance_is_published() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         place = Place()
         place.serve()
         place.runtime.prepared = LATER
@@ -70,32 +70,32 @@ def test_the_plan_for_which_layers_are_loaded_in_advance_is_published() -> None:
         place.member.at_work()
         assert [state.prepared for state in place.told] == [b"", LATER.digest, b""]
 
-    run(story)
+    run(scenario)
 
 
 def test_the_last_plan_is_published_while_there_is_none() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         place = Place()
         place.serve()
         place.serve(None)
         place.member.loaded(True, None)
         assert place.told[-1].followed == PLAN.encode()
 
-    run(story)
+    run(scenario)
 
 
 def test_a_node_that_has_left_publishes_no_more() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         place = Place()
         place.own.has_left = True
         place.serve()
         assert place.told == []
 
-    run(story)
+    run(scenario)
 
 
 def test_waiters_for_changes_are_woken() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         place = Place()
         async with aclosing(place.own.changes()) as changes:
             await anext(changes)
@@ -107,11 +107,11 @@ def test_waiters_for_changes_are_woken() -> None:
             place.own.publish()  # between two iterations
             await anext(changes)
 
-    run(story)
+    run(scenario)
 
 
 def test_a_neighbour_with_several_faults_is_published_as_faulty_for_a_while() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         place = Place()
         place.serve()
         for _ in range(MAX_FAULTS):
@@ -122,7 +122,7 @@ def test_a_neighbour_with_several_faults_is_published_as_faulty_for_a_while() ->
         await asyncio.sleep(FAULTS_S)
         assert not place.told[-1].faulty
 
-    run(story)
+    run(scenario)
 
 
 def test_a_neighbour_that_sends_thousands_of_faults_is_logged_a_few_times(
@@ -130,7 +130,7 @@ def test_a_neighbour_that_sends_thousands_of_faults_is_logged_a_few_times(
 ) -> None:
     scheduled = list[float]()
 
-    async def story() -> None:
+    async def scenario() -> None:
         place = Place()
         place.serve()
         later: Callable[..., None] = lambda delay_s, *_: scheduled.append(delay_s)  # noqa: E731
@@ -139,24 +139,24 @@ def test_a_neighbour_that_sends_thousands_of_faults_is_logged_a_few_times(
             place.member.faulty(NodeId(STAGE))
 
     with caplog.at_level("WARNING"):
-        run(story)
+        run(scenario)
 
     assert len(caplog.records) == len(scheduled) == MAX_FAULTS
 
 
 def test_a_hang_is_published_as_an_obstacle() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         place = Place()
         for is_hung in (True, False):
             place.own.is_hung = is_hung
             place.own.publish()
             assert place.told[-1].obstacle == (HANGS if is_hung else "")
 
-    run(story)
+    run(scenario)
 
 
 def test_a_provider_serves_while_its_engine_lists_models() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         place = Place()
         engine = SimpleNamespace(offers=(), trouble=STARTING, active=0)
         place.own.provider = cast("Any", engine)
@@ -168,7 +168,7 @@ def test_a_provider_serves_while_its_engine_lists_models() -> None:
         assert [bool(each.offers) for each in place.told] == [False, True, False]
         assert all(each.obstacle.startswith("it provides whole models") for each in place.told)
 
-    run(story)
+    run(scenario)
 
 
 def test_a_node_that_hangs_does_not_count_as_a_provider() -> None:
@@ -179,7 +179,7 @@ def test_a_node_in_two_rings_serves_and_publishes_both() -> None:
     whole, *_ = several()
     *_, third = (group.id for group in groups_of(whole) if not group.replica)
 
-    async def story() -> None:
+    async def scenario() -> None:
         place = Place()
         further, runtime = place.serve_two(third)
         other = runtime.plan
@@ -199,14 +199,14 @@ def test_a_node_in_two_rings_serves_and_publishes_both() -> None:
         place.own.publish()
         assert place.told[-1].further == ()
 
-    run(story)
+    run(scenario)
 
 
 def test_a_node_that_hangs_takes_part_in_no_ring_that_it_refused() -> None:
     whole, *_ = several()
     *_, third = (group.id for group in groups_of(whole) if not group.replica)
 
-    async def story() -> None:
+    async def scenario() -> None:
         place = Place()
         place.own.refused.add(third)
         for place.own.is_hung in (False, True):
@@ -216,13 +216,13 @@ def test_a_node_that_hangs_takes_part_in_no_ring_that_it_refused() -> None:
             assert groups_in(state) == (FIRST_GROUP,)
             assert [each.group for each in state.further] == [third]
 
-    run(story)
+    run(scenario)
 
 
 def test_a_node_that_moves_publishes_its_group_and_keeps_the_epoch() -> None:
     whole, _, third = several()
 
-    async def story() -> None:
+    async def scenario() -> None:
         place = Place()
         place.machine.charter = whole
         place.serve()
@@ -238,11 +238,11 @@ def test_a_node_that_moves_publishes_its_group_and_keeps_the_epoch() -> None:
         assert place.member.charter
         assert place.member.charter.shape.name == "other"
 
-    run(story)
+    run(scenario)
 
 
 def test_a_node_that_does_not_load_in_time_is_published_as_faulty() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         place = Place()
         place.machine.charter = charter()
         place.serve()
@@ -251,11 +251,11 @@ def test_a_node_that_does_not_load_in_time_is_published_as_faulty() -> None:
         await asyncio.sleep(FAULTS_S)
         assert not place.told[-1].faulty
 
-    run(story)
+    run(scenario)
 
 
 def test_what_a_further_ring_has_counted_stays_counted() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         own, group = Place().own, GroupId(b"1" * 9)
         ended = SimpleNamespace(recomputed=Counter({LossCause.NODE_LOST: 3}))
         own.further[group] = cast("Any", ended)
@@ -266,4 +266,4 @@ def test_what_a_further_ring_has_counted_stays_counted() -> None:
         assert own.recomputed == before == Counter({LossCause.NODE_LOST: 3})
         assert own.further == {}
 
-    run(story)
+    run(scenario)

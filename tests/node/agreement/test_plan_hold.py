@@ -18,12 +18,12 @@ class Held:
         self.hold = PlanHold(lambda: self.told.append(self.hold.may_change), call_later)
 
 
-def run(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    run_virtual(story())
+def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    run_virtual(scenario())
 
 
 def test_the_plan_is_kept_while_the_entry_serves_and_a_little_longer() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         held = Held()
         for _ in range(2):
             with held.hold.holding():
@@ -34,11 +34,11 @@ def test_the_plan_is_kept_while_the_entry_serves_and_a_little_longer() -> None:
         await asyncio.sleep(CALM_S)
         assert held.told == [False, True]
 
-    run(story)
+    run(scenario)
 
 
 def test_the_plan_may_change_although_requests_never_end() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         held, seen = Held(), list[bool]()
         with held.hold.holding():
             await asyncio.sleep(BUSY_S - 1)
@@ -55,11 +55,11 @@ def test_the_plan_may_change_although_requests_never_end() -> None:
         assert seen == [False, True, True, False]
         assert held.told == [False, True, False, True]
 
-    run(story)
+    run(scenario)
 
 
 def test_the_time_of_an_earlier_hold_does_not_end_a_later_one() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         held = Held()
         with held.hold.holding():
             await asyncio.sleep(BUSY_S / 2)
@@ -70,11 +70,11 @@ def test_the_time_of_an_earlier_hold_does_not_end_a_later_one() -> None:
             await asyncio.sleep(BUSY_S / 2 + 1)
             assert held.hold.may_change
 
-    run(story)
+    run(scenario)
 
 
 def test_requests_with_short_pauses_hold_the_plan_as_one_that_does_not_end() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         held = Held()
 
         async def ask(seconds: float) -> None:
@@ -89,4 +89,4 @@ def test_requests_with_short_pauses_hold_the_plan_as_one_that_does_not_end() -> 
         await ask(2)
         assert held.told == [False, True]
 
-    run(story)
+    run(scenario)

@@ -72,7 +72,7 @@ class Case:
 
 
 def test_without_a_charter_nothing_is_planned() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         case = Case()
         case.view = None
         async with case.running():
@@ -81,11 +81,11 @@ def test_without_a_charter_nothing_is_planned() -> None:
         assert not case.told
         assert not case.jobs
 
-    run_virtual(story())
+    run_virtual(scenario())
 
 
 def test_the_result_of_an_old_view_is_dropped() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         case = Case()
         async with case.running():
             case.learn(0)
@@ -96,11 +96,11 @@ def test_the_result_of_an_old_view_is_dropped() -> None:
         assert [at for at, _ in case.told] == [2 * PLAN_S]
         assert case.planner.agreement == agree(case.worlds[1].view(A))
 
-    run_virtual(story())
+    run_virtual(scenario())
 
 
 def test_an_invalidation_without_a_change_drops_nothing() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         case = Case()
         async with case.running():
             case.learn(0)
@@ -110,11 +110,11 @@ def test_an_invalidation_without_a_change_drops_nothing() -> None:
 
         assert [at for at, _ in case.told] == [PLAN_S, 2 * PLAN_S]
 
-    run_virtual(story())
+    run_virtual(scenario())
 
 
 def test_constant_changes_do_not_starve_planning() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         case = Case()
         async with case.running():
             for turn in range(40):
@@ -123,11 +123,11 @@ def test_constant_changes_do_not_starve_planning() -> None:
 
         assert len(case.told) >= 4
 
-    run_virtual(story())
+    run_virtual(scenario())
 
 
 def test_groups_are_computed_beside_the_agreement() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         case = Case()
         async with case.running():
             view = case.share(700)
@@ -138,11 +138,11 @@ def test_groups_are_computed_beside_the_agreement() -> None:
         assert case.planner.parts == group_nodes(view)
         assert case.planner.parts
 
-    run_virtual(story())
+    run_virtual(scenario())
 
 
 def test_what_groups_lack_is_computed_with_them_off_the_event_loop() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         case = Case()
         async with case.running():
             view = case.share(100)
@@ -155,11 +155,11 @@ def test_what_groups_lack_is_computed_with_them_off_the_event_loop() -> None:
         assert case.planner.lacks == {}
         assert case.jobs.count(shortage) == 1
 
-    run_virtual(story())
+    run_virtual(scenario())
 
 
 def test_an_agreement_does_not_wait_for_groups_of_older_records() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         case = Case()
         async with case.running():
             case.share(700)
@@ -171,11 +171,11 @@ def test_an_agreement_does_not_wait_for_groups_of_older_records() -> None:
         assert case.grouped_at == [2 * GROUPING_S]  # the first result was dropped
         assert case.planner.parts == group_nodes(view)
 
-    run_virtual(story())
+    run_virtual(scenario())
 
 
 def test_without_several_models_there_are_no_groups() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         case = Case()
         async with case.running():
             case.share(700)
@@ -187,11 +187,11 @@ def test_without_several_models_there_are_no_groups() -> None:
         assert case.planner.parts == {}
         assert case.jobs.count(group_nodes) == 1
 
-    run_virtual(story())
+    run_virtual(scenario())
 
 
 def test_the_planner_of_a_further_ring_computes_no_groups() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         case = Case()
         case.planner = Planner(lambda: case.view, case.agreed, case.think)
         async with case.running():
@@ -201,11 +201,11 @@ def test_the_planner_of_a_further_ring_computes_no_groups() -> None:
         assert len(case.told) == 1
         assert group_nodes not in case.jobs
 
-    run_virtual(story())
+    run_virtual(scenario())
 
 
 def test_advice_is_computed_once_per_stable_agreement() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         case = Case()
         async with case.running():
             for _ in range(3):
@@ -216,11 +216,11 @@ def test_advice_is_computed_once_per_stable_agreement() -> None:
         assert case.jobs.count(advise) == 1
         assert "computes" in case.planner.advice
 
-    run_virtual(story())
+    run_virtual(scenario())
 
 
 def test_what_a_standby_prepares_for_is_computed_with_the_advice() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         case, told = Case(), list[Plan | None]()
         planner = Planner(lambda: case.view, lambda: None, case.think, told.append)
         case.planner = planner
@@ -232,11 +232,11 @@ def test_what_a_standby_prepares_for_is_computed_with_the_advice() -> None:
             assert told == [takeover(agreement)]
         assert case.jobs.count(takeover) == 1
 
-    run_virtual(story())
+    run_virtual(scenario())
 
 
 def test_what_is_computed_for_the_ring_before_a_move_is_dropped() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         case, told = Case(), list[Plan | None]()
         case.planner = Planner(lambda: case.view, lambda: None, case.think, told.append)
         async with case.running():
@@ -251,7 +251,7 @@ def test_what_is_computed_for_the_ring_before_a_move_is_dropped() -> None:
             await asyncio.sleep(5)
             assert (bool(case.planner.advice), len(told)) == (True, 1)
 
-    run_virtual(story())
+    run_virtual(scenario())
 
 
 async def test_planning_and_advice_run_off_the_event_loop() -> None:
@@ -286,12 +286,12 @@ def test_a_bug_ends_the_planner() -> None:
     def fail(*_: Any) -> Agreement:
         raise ValueError("a bug")
 
-    async def story() -> None:
+    async def scenario() -> None:
         case = Case()
         case.planner.invalidate()
         await case.planner.run()
 
     with patch.object(grouping, "agree", fail), pytest.raises(ExceptionGroup) as raised:
-        run_virtual(story())
+        run_virtual(scenario())
 
     assert raised.group_contains(ValueError, match="a bug")

@@ -32,8 +32,8 @@ THEIRS = replace(ALONE, epoch=7, stages=(PlanStage(STAGE, Span(0, 4)),))
 ELSEWHERE = D
 
 
-def run(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    run_virtual(story())
+def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    run_virtual(scenario())
 
 
 async def ask(place: Place) -> None:
@@ -52,7 +52,7 @@ async def want(place: Place, model: str) -> None:
 
 
 def test_the_entry_is_known_when_it_serves() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         place = Place()
         waiting = asyncio.ensure_future(place.directory.entries())
         place.serve()
@@ -61,7 +61,7 @@ def test_the_entry_is_known_when_it_serves() -> None:
         place.work()
         assert await waiting == [RingEntry(ENTRY, FIRST_GROUP)]
 
-    run(story)
+    run(scenario)
 
 
 def test_the_longest_context_is_that_of_all_models_and_providers() -> None:
@@ -69,7 +69,7 @@ def test_the_longest_context_is_that_of_all_models_and_providers() -> None:
     further = whole.models[0]
     longer = replace(further, shape=replace(further.shape, context=4096))
 
-    async def story() -> None:
+    async def scenario() -> None:
         place = Place()
         place.machine.charter = None
         assert place.directory.longest_context == 0
@@ -80,14 +80,14 @@ def test_the_longest_context_is_that_of_all_models_and_providers() -> None:
         place.states[STAGE] = StateRecord(offers=(ModelOffer("fox"),))  # of unknown context
         assert place.directory.longest_context == MAX_CONTEXT
 
-    run(story)
+    run(scenario)
 
 
 def test_providers_of_a_ring_s_model_are_those_that_may_read_its_prompts() -> None:
     whole, *_ = several()
     model, offer = replace(whole.models[0], aliases=("small",)), ModelOffer("other", "fp32", 9)
 
-    async def story() -> None:
+    async def scenario() -> None:
         place = Place()
         assert place.directory.of_rings("other") is None
         place.machine.charter = replace(whole, models=(model,))
@@ -107,7 +107,7 @@ def test_providers_of_a_ring_s_model_are_those_that_may_read_its_prompts() -> No
             place.machine.charter = replace(whole, models=(changed,))
             assert place.directory.offers("other") == found
 
-    run(story)
+    run(scenario)
 
 
 def test_a_name_with_a_precision_means_rings_whatever_other_ones_are_served() -> None:
@@ -115,7 +115,7 @@ def test_a_name_with_a_precision_means_rings_whatever_other_ones_are_served() ->
     small = replace(whole.models[0], quant=Quant.INT8)
     stored, offer = whole.models[0], ModelOffer("other", "fp32")
 
-    async def story() -> None:
+    async def scenario() -> None:
         place = Place()
         find, precise = place.directory, f"other@{stored.precision}"
         assert find.pinned("other") == "other"
@@ -135,13 +135,13 @@ def test_a_name_with_a_precision_means_rings_whatever_other_ones_are_served() ->
         ]  # fmt: skip
         assert "of `other@int8`" in find.awaited("other@int8")
 
-    run(story)
+    run(scenario)
 
 
 def test_a_request_for_a_model_that_is_stopped_waits_for_nothing() -> None:
     whole, *_ = several()
 
-    async def story() -> None:
+    async def scenario() -> None:
         place = Place()
         place.machine.charter = whole
         waiting = asyncio.ensure_future(place.directory.entries("other"))
@@ -152,26 +152,26 @@ def test_a_request_for_a_model_that_is_stopped_waits_for_nothing() -> None:
         with pytest.raises(ModelMissing, match="no longer serves"):
             await waiting
 
-    run(story)
+    run(scenario)
 
 
 def test_a_provider_of_a_ring_s_model_serves_it() -> None:
     whole, *_ = several()
 
-    async def story() -> None:
+    async def scenario() -> None:
         place = Place()
         place.machine.charter = whole
         place.own.provider = cast("Any", SimpleNamespace(has=lambda model: model == "other"))
         async with place.directory.backend(None, "other") as backend:
             assert backend is place.own.provider
 
-    run(story)
+    run(scenario)
 
 
 def test_the_entries_of_all_rings_of_a_model_are_known() -> None:
     whole, second, third = several()
 
-    async def story() -> None:
+    async def scenario() -> None:
         place = Place()
         place.machine.charter = whole
         plan = replace(ALONE, epoch=7, stages=(replace(ALONE.stages[0], node=STAGE),))
@@ -198,7 +198,7 @@ def test_the_entries_of_all_rings_of_a_model_are_known() -> None:
         assert place.directory.serving_entries("other") == [RingEntry(STAGE, third)]
         assert place.directory.serving_entries() == [own]
 
-    run(story)
+    run(scenario)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_the_entries_of_all_rings_of_a_model_are_known() -> None:
 def test_a_ring_that_the_charter_does_not_allow_is_not_asked(lie: Plan) -> None:
     whole, second, third = several()
 
-    async def story() -> None:
+    async def scenario() -> None:
         place = Place()
         place.machine.charter = replace(whole, entries=(STAGE,))
         place.alive.update({C, ELSEWHERE})
@@ -233,23 +233,23 @@ def test_a_ring_that_the_charter_does_not_allow_is_not_asked(lie: Plan) -> None:
             place.states[node] = replace(loaded(lie), group=group)
         assert place.directory.serving_entries("tiny") == []
 
-    run(story)
+    run(scenario)
 
 
 def test_a_node_is_named_as_in_the_status() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         place = Place()
         place.profiles[ENTRY] = replace(profile(3), name="attic")
         assert place.directory.name_of(ENTRY) == f"attic ({short(ENTRY)})"
         assert place.directory.name_of(STAGE) == short(STAGE)
 
-    run(story)
+    run(scenario)
 
 
 def test_a_ring_is_exact_if_all_its_nodes_are() -> None:
     whole, second, _ = several()
 
-    async def story() -> None:
+    async def scenario() -> None:
         place, (exact, other) = (
             Place(),
             (replace(profile(3), is_exact=each) for each in (True, False)),
@@ -272,13 +272,13 @@ def test_a_ring_is_exact_if_all_its_nodes_are() -> None:
         place.profiles[ENTRY] = exact
         assert rings.is_exact(own, "tiny")
 
-    run(story)
+    run(scenario)
 
 
 def test_an_entry_refuses_requests_for_a_model_that_its_ring_does_not_serve() -> None:
     whole, *_ = several()
 
-    async def story() -> None:
+    async def scenario() -> None:
         place = Place()
         place.machine.charter = whole
         place.serve()
@@ -296,11 +296,11 @@ def test_an_entry_refuses_requests_for_a_model_that_its_ring_does_not_serve() ->
         place.states[STAGE] = StateRecord(further=(refused,))
         assert "no node is free for it" in place.directory.reason("other")
 
-    run(story)
+    run(scenario)
 
 
 def test_a_request_waits_for_the_ring_of_this_node() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         place = Place()
         place.serve()
         asking = asyncio.ensure_future(ask(place))
@@ -309,23 +309,23 @@ def test_a_request_waits_for_the_ring_of_this_node() -> None:
         place.work()
         await asking
 
-    run(story)
+    run(scenario)
 
 
 def test_a_ring_that_is_not_ready_in_time_is_lost() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         place = Place()
         place.serve()
         with pytest.raises(LinkLost, match="was not ready within"):
             await ask(place)
         assert asyncio.get_running_loop().time() == FORM_S
 
-    run(story)
+    run(scenario)
 
 
 @pytest.mark.parametrize("me", [STAGE, C])
 def test_only_the_entry_has_a_backend(me: bytes) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         place = Place(me)
         with pytest.raises(LinkLost, match="not the entry"):
             await ask(place)
@@ -335,11 +335,11 @@ def test_only_the_entry_has_a_backend(me: bytes) -> None:
         await asyncio.sleep(2 * CALM_S)
         assert place.told[-1].may_change
 
-    run(story)
+    run(scenario)
 
 
 def test_the_plan_is_fixed_while_the_entry_serves_and_a_little_longer() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         place = Place()
         place.serve()
         place.work()
@@ -356,14 +356,14 @@ def test_the_plan_is_fixed_while_the_entry_serves_and_a_little_longer() -> None:
         assert place.told[-1].may_change
         assert [state.may_change for state in place.told].count(False) == 1
 
-    run(story)
+    run(scenario)
 
 
 def test_the_models_that_were_asked_for_lately_are_published() -> None:
     whole, *_ = several()
     first, other = (each.key for each in whole.served)
 
-    async def story() -> None:
+    async def scenario() -> None:
         place = Place()
         place.machine.charter = whole
         place.serve()
@@ -386,14 +386,14 @@ def test_the_models_that_were_asked_for_lately_are_published() -> None:
         place.own.publish()
         assert used(place) == ()  # a mesh of one model does not tell
 
-    run(story)
+    run(scenario)
 
 
 def test_a_model_is_used_while_answers_are_in_progress_or_awaited() -> None:
     whole, *_ = several()
     first, other = (each.key for each in whole.served)
 
-    async def story() -> None:
+    async def scenario() -> None:
         place = Place()
         place.machine.charter = whole
         place.serve()
@@ -416,14 +416,14 @@ def test_a_model_is_used_while_answers_are_in_progress_or_awaited() -> None:
         with place.directory.using("other"):  # while a provider answers
             assert used(place) == (other,)
 
-    run(story)
+    run(scenario)
 
 
 def test_a_node_in_two_rings_serves_requests_in_both() -> None:
     whole, *_ = several()
     *_, third = (group.id for group in groups_of(whole) if not group.replica)
 
-    async def story() -> None:
+    async def scenario() -> None:
         place = Place()
         further, runtime = place.serve_two(third)
         other = runtime.plan
@@ -443,13 +443,13 @@ def test_a_node_in_two_rings_serves_requests_in_both() -> None:
             assert not place.told[-1].further[0].may_change
             assert place.told[-1].may_change
 
-    run(story)
+    run(scenario)
 
 
 def test_a_node_in_two_rings_of_a_model_answers_in_the_one_whose_entry_it_is() -> None:
     whole, second, _ = several()
 
-    async def story() -> None:
+    async def scenario() -> None:
         place, other = Place(), replace(ALONE.stages[0], node=STAGE)
         place.machine.charter = whole
         place.serve(replace(ALONE, epoch=9, stages=(other,)))
@@ -466,13 +466,13 @@ def test_a_node_in_two_rings_of_a_model_answers_in_the_one_whose_entry_it_is() -
             assert not place.told[-1].further[0].may_change
             assert place.told[-1].may_change
 
-    run(story)
+    run(scenario)
 
 
 def test_a_request_names_which_ring_of_a_model_an_entry_of_two_answers_in() -> None:
     whole, second, third = several()
 
-    async def story() -> None:
+    async def scenario() -> None:
         place = Place()
         place.machine.charter = whole
         place.serve(ALONE)
@@ -515,7 +515,7 @@ def test_a_request_names_which_ring_of_a_model_an_entry_of_two_answers_in() -> N
             async with place.directory.backend(STAGE, "other", FIRST_GROUP):
                 pass
 
-    run(story)
+    run(scenario)
 
 
 def test_the_time_of_a_load_on_request_tells_that_of_the_next_one() -> None:
@@ -525,7 +525,7 @@ def test_the_time_of_a_load_on_request_tells_that_of_the_next_one() -> None:
     first, second = PlanStage(STAGE, Span(0, 2)), PlanStage(ENTRY, Span(2, 4))
     halves = replace(plan, epoch=8, stages=(first, second))
 
-    async def story() -> None:
+    async def scenario() -> None:
         place = Place()
         directory, place.machine.charter = place.directory, whole
         watching = asyncio.ensure_future(directory.watch_loads())
@@ -557,13 +557,13 @@ def test_the_time_of_a_load_on_request_tells_that_of_the_next_one() -> None:
         assert directory._loads.awaited == ()
         watching.cancel()
 
-    run(story)
+    run(scenario)
 
 
 def test_a_wait_that_was_given_up_is_not_the_beginning_of_a_later_one() -> None:
     whole, *_ = several()
 
-    async def story() -> None:
+    async def scenario() -> None:
         place = Place()
         place.machine.charter = whole
         watching = asyncio.ensure_future(place.directory.watch_loads())
@@ -574,13 +574,13 @@ def test_a_wait_that_was_given_up_is_not_the_beginning_of_a_later_one() -> None:
         assert place.directory.retry_s("other", 10) == 10
         watching.cancel()
 
-    run(story)
+    run(scenario)
 
 
 def test_a_request_waits_for_a_ring_only_while_none_serves() -> None:
     whole, *_ = several()
 
-    async def story() -> None:
+    async def scenario() -> None:
         place = Place()
         place.machine.charter = whole
         place.serve()
@@ -594,4 +594,4 @@ def test_a_request_waits_for_a_ring_only_while_none_serves() -> None:
         place.serve(None)
         assert place.directory.awaited() == "there is no ring yet: nobody"
 
-    run(story)
+    run(scenario)

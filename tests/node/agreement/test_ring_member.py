@@ -27,12 +27,12 @@ from tests.builders.ring_places import (
 from tests.builders.snapshots import charter
 
 
-def run(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    run_virtual(story())
+def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    run_virtual(scenario())
 
 
 def test_a_node_without_a_model_is_joining() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         place = Place()
         place.own.publish()
         assert place.told == []  # nothing has changed
@@ -40,11 +40,11 @@ def test_a_node_without_a_model_is_joining() -> None:
         assert place.member.serving_entry() is None
         assert place.member.reason == "nobody"
 
-    run(story)
+    run(scenario)
 
 
 def test_all_that_runs_here_is_told() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         place, layers = Place(), Execution(Strategy.REPLAYED, attention="own")
         slow = replace(layers, strategy=Strategy.INVARIANT, reason="no replay: it draws")
         first, second, head = (
@@ -64,20 +64,20 @@ def test_all_that_runs_here_is_told() -> None:
         )
         assert told([first], None, "too old") == "replayed (too old); attention: own"
 
-    run(story)
+    run(scenario)
 
 
 def test_all_nodes_of_a_broken_ring_are_probed() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         place = Place()
         place.member.broke(PLAN)
         assert place.probed == [ENTRY, STAGE]
 
-    run(story)
+    run(scenario)
 
 
 def test_a_ring_is_whole_while_all_nodes_have_loaded_and_this_one_serves() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         place, told = Place(), list[bool]()
 
         def look() -> None:
@@ -96,11 +96,11 @@ def test_a_ring_is_whole_while_all_nodes_have_loaded_and_this_one_serves() -> No
         look()
         assert told == [False, False, True, False]
 
-    run(story)
+    run(scenario)
 
 
 def test_what_other_nodes_have_prepared_or_follow_is_known_while_they_are_there() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         place = Place()
         place.serve()
         place.states |= {ENTRY: loaded(LATER), STAGE: replace(loaded(), prepared=LATER.digest)}
@@ -115,11 +115,11 @@ def test_what_other_nodes_have_prepared_or_follow_is_known_while_they_are_there(
         plan_change_input = place.member.plan_change_input(LATER, 0.5)
         assert (set(plan_change_input.prepared), plan_change_input.is_begun) == ({ENTRY}, False)
 
-    run(story)
+    run(scenario)
 
 
 def test_nodes_of_the_ring_that_leave_are_awaited_while_they_are_there_and_respond() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         place, other = Place(), NodeId(b"o" * 32)
 
         def leaving() -> set[NodeId]:
@@ -137,11 +137,11 @@ def test_nodes_of_the_ring_that_leave_are_awaited_while_they_are_there_and_respo
         place.alive.discard(STAGE)
         assert leaving() == set()
 
-    run(story)
+    run(scenario)
 
 
 def test_a_lost_node_without_which_there_is_no_plan_may_come_back_unless_it_is_removed() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         place, alone = Place(), frozenset({ENTRY})
         nothing = replace(AGREEMENT, plan=None, alive=alone, offers=AGREEMENT.offers[:1])
         assert [each.node for each in nothing.offers] == [ENTRY]
@@ -167,11 +167,11 @@ def test_a_lost_node_without_which_there_is_no_plan_may_come_back_unless_it_is_r
         del place.machine.profiles[STAGE]
         assert not waits(nothing)
 
-    run(story)
+    run(scenario)
 
 
 def test_a_span_loaded_for_the_last_plan_does_not_count_for_the_next() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         place = Place()
         place.serve(ALONE)
         place.member.loaded(True, None)
@@ -180,11 +180,11 @@ def test_a_span_loaded_for_the_last_plan_does_not_count_for_the_next() -> None:
             (ALONE.encode(), False), (ALONE.encode(), True), (PLAN.encode(), False),
         ]  # fmt: skip
 
-    run(story)
+    run(scenario)
 
 
 def test_the_reason_why_the_ring_does_not_serve_is_reported() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         place = Place()
         place.serve()
         place.profiles |= {ENTRY: SimpleNamespace(name="a"), STAGE: SimpleNamespace(name="b")}
@@ -202,22 +202,22 @@ def test_the_reason_why_the_ring_does_not_serve_is_reported() -> None:
         place.profiles |= {ENTRY: SimpleNamespace(name="a"), STAGE: SimpleNamespace(name="b")}
         assert place.member.reason == "a, b are gone"
 
-    run(story)
+    run(scenario)
 
 
 def test_an_error_is_the_reason() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         place = Place()
         place.serve()
         assert place.member.reason.startswith("0 of 2 nodes have loaded their layers")
         place.member.loaded(False, ModelError("no memory"))
         assert place.member.reason == "no memory"
 
-    run(story)
+    run(scenario)
 
 
 def test_the_node_is_told_of_each_span_that_cannot_be_loaded() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         place = Place()
         place.serve()
         place.member.loaded(False, None)
@@ -225,11 +225,11 @@ def test_the_node_is_told_of_each_span_that_cannot_be_loaded() -> None:
         place.member.loaded(False, ModelError("no memory"))
         assert (place.failed, len(place.told)) == (1, 1)  # the state record is the same
 
-    run(story)
+    run(scenario)
 
 
 def test_another_entry_is_known_when_all_have_loaded_and_it_is_linked() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         place = Place(STAGE)
         place.serve()
         place.states[STAGE] = loaded()
@@ -244,11 +244,11 @@ def test_another_entry_is_known_when_all_have_loaded_and_it_is_linked() -> None:
         place.links.by_peer.clear()
         assert place.member.serving_entry() is None
 
-    run(story)
+    run(scenario)
 
 
 def test_the_runtime_is_notified_when_all_have_loaded() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         place = Place()
         place.serve()
         for node in (ENTRY, STAGE):
@@ -258,7 +258,7 @@ def test_the_runtime_is_notified_when_all_have_loaded() -> None:
         assert place.formed[-1]
         assert await place.member.dial(C) == C  # type: ignore[comparison-overlap]  # a fake
 
-    run(story)
+    run(scenario)
 
 
 def test_times_of_ranks_follow_from_the_latest_offers() -> None:
@@ -282,18 +282,18 @@ def test_times_of_ranks_follow_from_the_latest_offers() -> None:
 
 
 def test_begin_creates_a_runtime() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         place = Place()
         model: Any = SimpleNamespace()
         runtime = place.member.begin(model)
         assert (place.member.runtime, place.member.model) == (runtime, model)
         assert runtime.plan is None
 
-    run(story)
+    run(scenario)
 
 
 def test_rows_are_counted_by_the_cause_of_the_loss_before_them() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         place = Place()
         place.serve()
         place.work()
@@ -312,4 +312,4 @@ def test_rows_are_counted_by_the_cause_of_the_loss_before_them() -> None:
             LossCause.REPLANNED: 5, LossCause.LINK_LOST: 4, LossCause.NODE_LOST: 11,
         }  # fmt: skip
 
-    run(story)
+    run(scenario)

@@ -175,7 +175,7 @@ def test_a_provider_is_not_waited_for() -> None:
 
 
 def test_a_plan_that_is_agreed_on_is_followed_once_it_has_settled() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         served = Served()
         served.follow()
         served.agree(AGREEMENT)
@@ -185,18 +185,18 @@ def test_a_plan_that_is_agreed_on_is_followed_once_it_has_settled() -> None:
         await asyncio.sleep(2 * SETTLE_S)
         assert served.followed == [PLAN]
 
-    run_virtual(story())
+    run_virtual(scenario())
 
 
 @pytest.mark.parametrize("group", [FIRST_GROUP, GroupId(b"other")])
 def test_names_of_nodes_are_resolved_again_in_every_ring(group: GroupId) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         served = Served()
         served.place.member.group = group
         served.agree(None)
         assert served.told == ["amended"]
 
-    run_virtual(story())
+    run_virtual(scenario())
 
 
 def test_layers_are_handed_over_until_a_plan_without_the_leaver_is_in_force() -> None:
@@ -217,7 +217,7 @@ def test_layers_are_handed_over_until_a_plan_without_the_leaver_is_in_force() ->
 
 
 def test_a_ring_that_ends_retracts_its_offer_and_frees_its_model() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         served = Served()
 
         def tidy() -> None: ...
@@ -230,7 +230,7 @@ def test_a_ring_that_ends_retracts_its_offer_and_frees_its_model() -> None:
         assert served.server.agreement is None
         assert served.place.member.model is None
 
-    run_virtual(story())
+    run_virtual(scenario())
 
 
 def test_a_view_is_a_snapshot_of_the_records() -> None:

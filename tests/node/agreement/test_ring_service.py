@@ -86,12 +86,12 @@ class Moving:
         self.place.member.runtime = cast("Any", self.place.fake_runtime(PLAN, sessions))
 
 
-def run(story: Callable[[Moving], Coroutine[Any, Any, None]]) -> None:
-    run_virtual(story(Moving()))
+def run(scenario: Callable[[Moving], Coroutine[Any, Any, None]]) -> None:
+    run_virtual(scenario(Moving()))
 
 
 def test_a_node_moves_once_another_ring_has_been_wanted_for_a_while() -> None:
-    async def story(node: Moving) -> None:
+    async def scenario(node: Moving) -> None:
         node.want(SECOND)
         node.want(FIRST_GROUP)  # at once
         await asyncio.sleep(SHORT_S)
@@ -100,11 +100,11 @@ def test_a_node_moves_once_another_ring_has_been_wanted_for_a_while() -> None:
         await asyncio.sleep(SHORT_S)
         assert node.moves
 
-    run(story)
+    run(scenario)
 
 
 def test_a_ring_that_is_wanted_again_has_to_be_wanted_for_a_while_and_is_moved_to_once() -> None:
-    async def story(node: Moving) -> None:
+    async def scenario(node: Moving) -> None:
         moves = list[bool]()
         node.want(SECOND)
         await asyncio.sleep(SETTLE_S - 0.1)
@@ -118,11 +118,11 @@ def test_a_ring_that_is_wanted_again_has_to_be_wanted_for_a_while_and_is_moved_t
         await asyncio.sleep(2 * MOVE_S)
         assert [*moves, node.moves] == [False, True, False]
 
-    run(story)
+    run(scenario)
 
 
 def test_a_ring_that_is_wanted_again_during_sessions_is_moved_to_once() -> None:
-    async def story(node: Moving) -> None:
+    async def scenario(node: Moving) -> None:
         node.work(sessions=1)
         node.want(SECOND)
         await asyncio.sleep(SHORT_S + SETTLE_S / 2)  # between two looks at the sessions
@@ -138,11 +138,11 @@ def test_a_ring_that_is_wanted_again_during_sessions_is_moved_to_once() -> None:
         await asyncio.sleep(2 * MOVE_S)
         assert [*moves, node.moves] == [False, False]
 
-    run(story)
+    run(scenario)
 
 
 def test_the_nodes_that_the_options_name_are_published_before_a_ring_has_been_assigned() -> None:
-    async def story(node: Moving) -> None:
+    async def scenario(node: Moving) -> None:
         running = asyncio.ensure_future(node.service.run())
         await asyncio.sleep(SHORT_S)
         assert node.amended == []
@@ -152,11 +152,11 @@ def test_the_nodes_that_the_options_name_are_published_before_a_ring_has_been_as
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 
-    run(story)
+    run(scenario)
 
 
 def test_a_move_waits_for_sessions_but_not_for_long() -> None:
-    async def story(node: Moving) -> None:
+    async def scenario(node: Moving) -> None:
         node.work(sessions=1)
         node.want(SECOND)
         await asyncio.sleep(MOVE_S - 1)
@@ -164,11 +164,11 @@ def test_a_move_waits_for_sessions_but_not_for_long() -> None:
         await asyncio.sleep(1 + SHORT_S)
         assert node.moves
 
-    run(story)
+    run(scenario)
 
 
 def test_a_move_waits_for_the_end_of_the_further_ring_that_is_to_be_the_first() -> None:
-    async def story(node: Moving) -> None:
+    async def scenario(node: Moving) -> None:
         rings = cast("dict[bytes, Any]", node.service.further.rings)
         rings[SECOND] = SimpleNamespace(end=lambda _: False, latest=None)
         node.want(SECOND)
@@ -178,18 +178,18 @@ def test_a_move_waits_for_the_end_of_the_further_ring_that_is_to_be_the_first() 
         await asyncio.sleep(SHORT_S)
         assert node.moves
 
-    run(story)
+    run(scenario)
 
 
 @pytest.mark.parametrize("state", ["is_leaving", "provider"])
 def test_a_node_that_leaves_or_provides_does_not_move(state: str) -> None:
-    async def story(node: Moving) -> None:
+    async def scenario(node: Moving) -> None:
         setattr(node.place.own, state, True)
         node.want(SECOND)
         await asyncio.sleep(2 * MOVE_S)
         assert not node.moves
 
-    run(story)
+    run(scenario)
 
 
 def test_a_model_that_cannot_be_served_is_offered_again_later_and_later(
@@ -197,7 +197,7 @@ def test_a_model_that_cannot_be_served_is_offered_again_later_and_later(
 ) -> None:
     delays: list[float] = []
 
-    async def story(node: Moving) -> None:
+    async def scenario(node: Moving) -> None:
         parts = cast("Any", node.service._parts)
         monkeypatch.setattr(parts, "call_later", lambda delay_s, *_: delays.append(delay_s))
         for _ in range(7):
@@ -209,11 +209,11 @@ def test_a_model_that_cannot_be_served_is_offered_again_later_and_later(
         node.service._give_up(FIRST, ModelError("a part was deleted"))
         assert delays[7:] == [RETRY_S] * 2  # it has served it each time
 
-    run(story)
+    run(scenario)
 
 
 def test_a_node_begins_again_in_the_only_ring_that_it_can_serve_in() -> None:
-    async def story(node: Moving) -> None:
+    async def scenario(node: Moving) -> None:
         begun = list[GroupId]()
 
         async def serving(_: object) -> None:
@@ -237,7 +237,7 @@ def test_a_node_begins_again_in_the_only_ring_that_it_can_serve_in() -> None:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 
-    run(story)
+    run(scenario)
 
 
 def test_a_node_that_lacks_memory_for_the_only_model_says_so_and_tries_again_later_and_later() -> (
@@ -248,7 +248,7 @@ def test_a_node_that_lacks_memory_for_the_only_model_says_so_and_tries_again_lat
     failures = [*(6 * [lack]), None, *(2 * [lack]), damage]
     begun = list[tuple[float, str]]()
 
-    async def story(node: Moving) -> None:
+    async def scenario(node: Moving) -> None:
         loop, parts = asyncio.get_running_loop(), cast("Any", node.service._parts)
         parts.offer.profile = SimpleNamespace(models=())
         parts.machine.charter = None
@@ -272,7 +272,7 @@ def test_a_node_that_lacks_memory_for_the_only_model_says_so_and_tries_again_lat
         await asyncio.wait({running})
         assert running.exception() is damage
 
-    run(story)
+    run(scenario)
     times = [time for time, _ in begun]
     pauses = [late - early for early, late in pairwise(times)]
     doubled = [min(FIRST_OPEN_S * 2**number, LAST_OPEN_S) for number in range(6)]
@@ -281,7 +281,7 @@ def test_a_node_that_lacks_memory_for_the_only_model_says_so_and_tries_again_lat
 
 
 def test_a_model_that_no_node_could_send_is_offered_again_later() -> None:
-    async def story(node: Moving) -> None:
+    async def scenario(node: Moving) -> None:
         node.service._give_up(OTHER, ModelMissing("it is not here"))
         await asyncio.sleep(RETRY_S - 1)
         assert node.service._may_hold(WHOLE, (FIRST, OTHER)) == (FIRST,)
@@ -293,11 +293,11 @@ def test_a_model_that_no_node_could_send_is_offered_again_later() -> None:
         await asyncio.sleep(RETRY_S + 1)  # no longer than before
         assert node.service._may_hold(WHOLE, (FIRST, OTHER)) == (FIRST, OTHER)
 
-    run(story)
+    run(scenario)
 
 
 def test_a_model_is_offered_again_if_the_mesh_serves_nothing_else_by_then() -> None:
-    async def story(node: Moving) -> None:
+    async def scenario(node: Moving) -> None:
         held = list[tuple[ModelKey, ...]]()
 
         async def here(_: object) -> tuple[ModelKey, ...]:
@@ -317,11 +317,11 @@ def test_a_model_is_offered_again_if_the_mesh_serves_nothing_else_by_then() -> N
         surveying.cancel()
         await asyncio.gather(surveying, return_exceptions=True)
 
-    run(story)
+    run(scenario)
 
 
 def test_an_offer_that_is_made_while_the_memory_is_looked_up_stays() -> None:
-    async def story(node: Moving) -> None:
+    async def scenario(node: Moving) -> None:
         measured, told = profile(4), list[Profile]()
         bare = replace(measured, weights=(), layer_s=(), memory_bytes=0)
         offer = NodeOffer(bare, told.append, node.place.member, call_later)
@@ -341,11 +341,11 @@ def test_an_offer_that_is_made_while_the_memory_is_looked_up_stays() -> None:
         surveying.cancel()
         await asyncio.gather(surveying, return_exceptions=True)
 
-    run(story)
+    run(scenario)
 
 
 def test_all_rings_of_the_mesh_are_shown_with_those_of_this_node() -> None:
-    async def story(node: Moving) -> None:
+    async def scenario(node: Moving) -> None:
         node.work(sessions=0)
         node.service.first.planner.lacks = {SECOND: 7}
         rings = node.service.rings(node.place.directory)
@@ -354,4 +354,4 @@ def test_all_rings_of_the_mesh_are_shown_with_those_of_this_node() -> None:
         assert [ring.own is not None for ring in rings] == [True, False, False]
         assert [ring.lacks_bytes for ring in rings] == [0, 0, 7]
 
-    run(story)
+    run(scenario)

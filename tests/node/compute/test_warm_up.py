@@ -145,7 +145,7 @@ async def test_no_step_runs_while_another_job_does() -> None:
 def test_no_step_runs_between_jobs_that_follow_one_another() -> None:
     runner = FakeRunner(3)
 
-    async def story() -> None:
+    async def scenario() -> None:
         async with begin(runner) as (whole, worker):
             task = asyncio.create_task(whole.run())
             for _ in range(20):
@@ -154,7 +154,7 @@ def test_no_step_runs_between_jobs_that_follow_one_another() -> None:
             assert runner.done == 0
             await task
 
-    run_virtual(story())
+    run_virtual(scenario())
     assert runner.done == 3
 
 
@@ -168,7 +168,7 @@ class PacedWarmUpBudget(WarmUpBudget):
 def test_a_request_waits_for_one_step_at_most() -> None:
     runner, after = FakeRunner(10**9), list[int]()
 
-    async def story() -> None:
+    async def scenario() -> None:
         async with begin(runner) as (whole, worker):
             worker.warm_up_budget = PacedWarmUpBudget(1)
             task = asyncio.create_task(whole.run())
@@ -185,7 +185,7 @@ def test_a_request_waits_for_one_step_at_most() -> None:
         assert task.cancelled()
         assert not whole._done.is_set()
 
-    run_virtual(story())
+    run_virtual(scenario())
     assert max(after) <= 1
 
 
@@ -205,12 +205,12 @@ def test_what_is_left_by_a_warm_up_is_freed(monkeypatch: pytest.MonkeyPatch) -> 
     runner = FakeRunner(20)
     monkeypatch.setattr("meshllm.node.compute.worker.reclaim", lambda: freed.append(runner.done))
 
-    async def story() -> None:
+    async def scenario() -> None:
         async with begin(runner, runner) as (whole, _):
             await whole.run()
             await asyncio.sleep(3 * REST_S)
 
-    run_virtual(story())
+    run_virtual(scenario())
     assert freed == [40]  # once for a thread
 
 

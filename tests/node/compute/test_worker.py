@@ -364,7 +364,7 @@ def test_unused_memory_is_returned_once_after_each_stretch_of_work(
 ) -> None:
     freed = list[tuple[float, str]]()
 
-    async def story() -> None:
+    async def scenario() -> None:
         now = asyncio.get_running_loop().time
         monkeypatch.setattr(
             module, "reclaim", lambda: freed.append((now(), threading.current_thread().name))
@@ -389,14 +389,14 @@ def test_unused_memory_is_returned_once_after_each_stretch_of_work(
             await asyncio.sleep(SHORTEST_S)
             assert len(freed) == 2
 
-    run_virtual(story())
+    run_virtual(scenario())
 
 
 def test_a_bug_in_reclaiming_memory_ends_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise LookupError("a bug")
 
-    async def story() -> None:
+    async def scenario() -> None:
         monkeypatch.setattr(module, "reclaim", fail)
         with Supervisor() as supervisor:
             with supervisor.scope():
@@ -407,7 +407,7 @@ def test_a_bug_in_reclaiming_memory_ends_the_node(monkeypatch: pytest.MonkeyPatc
                 await asyncio.wait_for(supervisor.failed, 2 * REST_S)
             await thread.__aexit__(None, None, None)
 
-    run_virtual(story())
+    run_virtual(scenario())
 
 
 async def test_a_panic_on_the_compute_thread_is_an_error_that_can_be_caught() -> None:

@@ -38,7 +38,7 @@ T = TypeVar("T")
 CONTEXT = b"of one handshake"
 
 
-class House:
+class MeshMember:
     """A founder with a gate."""
 
     def __init__(self, folder: Path) -> None:
@@ -61,166 +61,166 @@ class House:
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> House:
-    return House(tmp_path / "state")
+def member_node(tmp_path: Path) -> MeshMember:
+    return MeshMember(tmp_path / "state")
 
 
-def test_a_member_is_admitted_by_its_own_credential(house: House) -> None:
-    credential = issue(house.store.key, house.credential, GUEST.node, Role.NODE)
+def test_a_member_is_admitted_by_its_own_credential(member_node: MeshMember) -> None:
+    credential = issue(member_node.store.key, member_node.credential, GUEST.node, Role.NODE)
 
-    assert house.authorize(credential) == credential
+    assert member_node.authorize(credential) == credential
 
 
-def test_a_member_of_another_mesh_is_rejected(house: House) -> None:
+def test_a_member_of_another_mesh_is_rejected(member_node: MeshMember) -> None:
     with pytest.raises(NotAuthorised, match="another mesh"):
-        house.authorize(founder_credential(GUEST, bytes(16)))
+        member_node.authorize(founder_credential(GUEST, bytes(16)))
 
 
-def test_a_credential_of_another_node_is_rejected(house: House) -> None:
-    credential = issue(house.store.key, house.credential, OTHER.node, Role.NODE)
+def test_a_credential_of_another_node_is_rejected(member_node: MeshMember) -> None:
+    credential = issue(member_node.store.key, member_node.credential, OTHER.node, Role.NODE)
 
     with pytest.raises(NotAuthorised, match="shows the credential of"):
-        house.authorize(credential)
+        member_node.authorize(credential)
 
 
-def test_a_removed_member_and_its_guests_are_rejected(house: House) -> None:
-    credential = issue(house.store.key, house.credential, GUEST.node, Role.NODE)
+def test_a_removed_member_and_its_guests_are_rejected(member_node: MeshMember) -> None:
+    credential = issue(member_node.store.key, member_node.credential, GUEST.node, Role.NODE)
     friend = issue(GUEST, credential, OTHER.node, Role.NODE)
-    house.remove(GUEST.node)
+    member_node.remove(GUEST.node)
 
     with pytest.raises(NotAuthorised, match="removed"):
-        house.authorize(credential)
+        member_node.authorize(credential)
     with pytest.raises(NotAuthorised, match="removed"):
-        house.authorize(friend, OTHER.node)
-    house.remove(GUEST.node, OTHER.node)
-    assert house.authorize(friend, OTHER.node) == friend
+        member_node.authorize(friend, OTHER.node)
+    member_node.remove(GUEST.node, OTHER.node)
+    assert member_node.authorize(friend, OTHER.node) == friend
 
 
 @pytest.mark.parametrize("role", Role)
-def test_a_ticket_admits_a_member_in_its_role(house: House, role: Role) -> None:
-    credential = house.authorize(house.ticket(role).prove(CONTEXT))
+def test_a_ticket_admits_a_member_in_its_role(member_node: MeshMember, role: Role) -> None:
+    credential = member_node.authorize(member_node.ticket(role).prove(CONTEXT))
 
-    assert check(credential, GUEST.node, house.credential.mesh, time.time(), {}) is role
-    assert house.authorize(credential) == credential
+    assert check(credential, GUEST.node, member_node.credential.mesh, time.time(), {}) is role
+    assert member_node.authorize(credential) == credential
 
 
 @pytest.mark.parametrize("uses", [3, None])
 def test_a_ticket_is_closed_when_a_member_that_it_admitted_is_removed(
-    house: House, uses: int | None
+    member_node: MeshMember, uses: int | None
 ) -> None:
-    ticket, other = house.ticket(uses=uses), house.ticket()
-    house.authorize(ticket.prove(CONTEXT))
-    house.remove(GUEST.node)
+    ticket, other = member_node.ticket(uses=uses), member_node.ticket()
+    member_node.authorize(ticket.prove(CONTEXT))
+    member_node.remove(GUEST.node)
 
     with pytest.raises(NotAuthorised, match="used up"):
-        house.authorize(ticket.prove(CONTEXT), OTHER.node)
-    assert list(house.gate.guests()) == [other.psk]
-    assert house.authorize(other.prove(CONTEXT), OTHER.node)
+        member_node.authorize(ticket.prove(CONTEXT), OTHER.node)
+    assert list(member_node.gate.guests()) == [other.psk]
+    assert member_node.authorize(other.prove(CONTEXT), OTHER.node)
 
 
-def test_a_ticket_without_a_limit_has_one(house: House) -> None:
-    proof = house.ticket().prove(CONTEXT)
+def test_a_ticket_without_a_limit_has_one(member_node: MeshMember) -> None:
+    proof = member_node.ticket().prove(CONTEXT)
     with patch.object(keyring_module, "MAX_GUESTS", 1):
-        house.authorize(proof)
+        member_node.authorize(proof)
         with pytest.raises(NotAuthorised, match="used up"):
-            house.authorize(proof, OTHER.node)
+            member_node.authorize(proof, OTHER.node)
 
 
 @pytest.mark.parametrize("uses", [1, 2])
-def test_a_used_up_ticket_still_admits_its_guests(house: House, uses: int) -> None:
-    proof = house.ticket(uses=uses).prove(CONTEXT)
+def test_a_used_up_ticket_still_admits_its_guests(member_node: MeshMember, uses: int) -> None:
+    proof = member_node.ticket(uses=uses).prove(CONTEXT)
     guests = [NodeKey(bytes([n]) * 32).node for n in range(uses + 1)]
     for guest in guests[:uses]:
-        house.authorize(proof, guest)
+        member_node.authorize(proof, guest)
 
     with pytest.raises(NotAuthorised, match=r"or is used up$") as raised:
-        house.authorize(proof, guests[-1])
+        member_node.authorize(proof, guests[-1])
 
     assert raised.value.hint
     for guest in guests[:uses]:
-        assert house.authorize(proof, guest).chain[-1].subject == guest
+        assert member_node.authorize(proof, guest).chain[-1].subject == guest
 
 
-def test_a_ticket_without_a_limit_admits_all(house: House) -> None:
-    proof = house.ticket().prove(CONTEXT)
+def test_a_ticket_without_a_limit_admits_all(member_node: MeshMember) -> None:
+    proof = member_node.ticket().prove(CONTEXT)
 
     for guest in (GUEST.node, OTHER.node):
-        assert house.authorize(proof, guest).chain[-1].subject == guest
+        assert member_node.authorize(proof, guest).chain[-1].subject == guest
 
 
-def test_a_ticket_expires(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    proof = house.ticket(lasts_s=60).prove(CONTEXT)
-    house.authorize(proof)
+def test_a_ticket_expires(member_node: MeshMember, monkeypatch: pytest.MonkeyPatch) -> None:
+    proof = member_node.ticket(lasts_s=60).prove(CONTEXT)
+    member_node.authorize(proof)
 
     later = SimpleNamespace(time=lambda: time.time() + 61)
     monkeypatch.setattr(module, "time", later)
 
     with pytest.raises(NotAuthorised, match="expired"):
-        house.authorize(proof)
+        member_node.authorize(proof)
 
 
 def test_the_key_of_a_ticket_is_valid_until_it_expires(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    member_node: MeshMember, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lasting, short = house.ticket(), house.ticket(lasts_s=60, uses=1)
-    house.authorize(short.prove(CONTEXT))
+    lasting, short = member_node.ticket(), member_node.ticket(lasts_s=60, uses=1)
+    member_node.authorize(short.prove(CONTEXT))
 
-    assert [*house.gate.guests()] == [short.psk, lasting.psk]  # a guest may retry
+    assert [*member_node.gate.guests()] == [short.psk, lasting.psk]  # a guest may retry
 
     monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: time.time() + 61))
-    assert [*house.gate.guests()] == [lasting.psk]
+    assert [*member_node.gate.guests()] == [lasting.psk]
 
 
-def test_a_ticket_for_another_role_is_rejected(house: House) -> None:
-    ticket = house.ticket(Role.CLIENT)
+def test_a_ticket_for_another_role_is_rejected(member_node: MeshMember) -> None:
+    ticket = member_node.ticket(Role.CLIENT)
     claimed = replace(ticket, role=Role.NODE)
 
     with pytest.raises(NotAuthorised, match="Ticket rejected"):
-        house.authorize(claimed.prove(CONTEXT))
+        member_node.authorize(claimed.prove(CONTEXT))
 
 
-def test_the_role_of_a_proof_cannot_be_changed(house: House) -> None:
-    proof = house.ticket(Role.CLIENT).prove(CONTEXT)
+def test_the_role_of_a_proof_cannot_be_changed(member_node: MeshMember) -> None:
+    proof = member_node.ticket(Role.CLIENT).prove(CONTEXT)
 
     with pytest.raises(NotAuthorised, match="Ticket rejected"):
-        house.authorize(TicketProof(Role.NODE, proof.mac, CONTEXT))
+        member_node.authorize(TicketProof(Role.NODE, proof.mac, CONTEXT))
 
 
-def test_an_unknown_secret_is_rejected(house: House) -> None:
-    house.ticket()
+def test_an_unknown_secret_is_rejected(member_node: MeshMember) -> None:
+    member_node.ticket()
 
     with pytest.raises(NotAuthorised, match="Ticket rejected") as raised:
-        house.authorize(TicketProof(Role.NODE, bytes(32), CONTEXT))
+        member_node.authorize(TicketProof(Role.NODE, bytes(32), CONTEXT))
 
     assert raised.value.hint
 
 
-def test_a_ticket_does_not_admit_a_removed_key(house: House) -> None:
-    proof = house.ticket(uses=1).prove(CONTEXT)
-    house.remove(GUEST.node)
+def test_a_ticket_does_not_admit_a_removed_key(member_node: MeshMember) -> None:
+    proof = member_node.ticket(uses=1).prove(CONTEXT)
+    member_node.remove(GUEST.node)
 
     with pytest.raises(NotAuthorised, match="permanently removed"):
-        house.authorize(proof)
+        member_node.authorize(proof)
 
-    assert house.authorize(proof, OTHER.node)  # it is not used up
+    assert member_node.authorize(proof, OTHER.node)  # it is not used up
 
 
-def test_a_too_long_credential_chain_does_not_use_up_a_ticket(house: House) -> None:
-    credential, key = house.credential, house.store.key
+def test_a_too_long_credential_chain_does_not_use_up_a_ticket(member_node: MeshMember) -> None:
+    credential, key = member_node.credential, member_node.store.key
     for number in range(MAX_CHAIN):
         guest = NodeKey(bytes([number]) * 32)
         credential, key = issue(key, credential, guest.node, Role.NODE), guest
-    house.gate = MemberAdmission(house.store, credential, {})
+    member_node.gate = MemberAdmission(member_node.store, credential, {})
 
     with pytest.raises(NotAuthorised, match="invitations away"):
-        house.authorize(house.ticket(uses=1).prove(CONTEXT))
+        member_node.authorize(member_node.ticket(uses=1).prove(CONTEXT))
 
-    assert house.store.invitations()[0].guests == ()
+    assert member_node.store.invitations()[0].guests == ()
 
 
-def test_one_of_two_concurrent_guests_gets_the_last_use(house: House) -> None:
-    proof = house.ticket(uses=1).prove(CONTEXT)
-    authorize = house.gate.authorize
+def test_one_of_two_concurrent_guests_gets_the_last_use(member_node: MeshMember) -> None:
+    proof = member_node.ticket(uses=1).prove(CONTEXT)
+    authorize = member_node.gate.authorize
 
     async def both() -> list[Credential | BaseException]:
         guests = [authorize(guest.node, proof, Purpose.MESH, 1) for guest in (GUEST, OTHER)]
@@ -229,12 +229,12 @@ def test_one_of_two_concurrent_guests_gets_the_last_use(house: House) -> None:
     outcomes = asyncio.run(both())
 
     assert sorted(type(each).__name__ for each in outcomes) == ["Credential", "NotAuthorised"]
-    (invitation,) = house.store.invitations()
+    (invitation,) = member_node.store.invitations()
     assert len(invitation.guests) == 1
 
 
-async def test_unknown_peers_cause_no_disk_reads(house: House) -> None:
-    ticket = house.ticket()
+async def test_unknown_peers_cause_no_disk_reads(member_node: MeshMember) -> None:
+    ticket = member_node.ticket()
     reads = list[Path]()
     read = keyring_module._read
 
@@ -244,65 +244,69 @@ async def test_unknown_peers_cause_no_disk_reads(house: House) -> None:
 
     with patch.object(keyring_module, "_read", noting):
         for _ in range(5):
-            await house.gate.refresh()
-            assert [*house.gate.guests()] == [ticket.psk]
+            await member_node.gate.refresh()
+            assert [*member_node.gate.guests()] == [ticket.psk]
         assert not reads
 
-        other = StateStore.open(house.store.folder).invite([], Role.NODE, lasts_s=None, uses=None)
+        other = StateStore.open(member_node.store.folder).invite(
+            [], Role.NODE, lasts_s=None, uses=None
+        )
         reads.clear()
         for _ in range(5):
-            await house.gate.refresh()
-            assert [*house.gate.guests()] == [other.psk, ticket.psk]
+            await member_node.gate.refresh()
+            assert [*member_node.gate.guests()] == [other.psk, ticket.psk]
 
     assert len(reads) == 1
 
 
-async def test_tickets_of_another_process_are_read_off_the_loop(house: House) -> None:
-    ticket, jobs = house.ticket(), list[object]()
-    other = StateStore.open(house.store.folder).invite([], Role.NODE, lasts_s=None, uses=None)
+async def test_tickets_of_another_process_are_read_off_the_loop(member_node: MeshMember) -> None:
+    ticket, jobs = member_node.ticket(), list[object]()
+    other = StateStore.open(member_node.store.folder).invite([], Role.NODE, lasts_s=None, uses=None)
 
     async def elsewhere(function: Callable[..., T], /, *args: Any) -> T:
         jobs.append(function)
         return function(*args)
 
-    gate = MemberAdmission(house.store, house.credential, {}, elsewhere)
+    gate = MemberAdmission(member_node.store, member_node.credential, {}, elsewhere)
     assert [*gate.guests()] == [ticket.psk]
 
     await gate.refresh()
 
-    assert jobs == [house.store.refresh]
+    assert jobs == [member_node.store.refresh]
     assert [*gate.guests()] == [other.psk, ticket.psk]
 
 
-async def test_a_use_of_a_ticket_is_saved_off_the_loop_before_the_reply(house: House) -> None:
-    ticket, jobs = house.ticket(uses=1), list[object]()
+async def test_a_use_of_a_ticket_is_saved_off_the_loop_before_the_reply(
+    member_node: MeshMember,
+) -> None:
+    ticket, jobs = member_node.ticket(uses=1), list[object]()
 
     async def elsewhere(function: Callable[..., T], /, *args: Any) -> T:
         jobs.append(function)
         return function(*args)
 
-    gate = MemberAdmission(house.store, house.credential, {}, elsewhere)
+    gate = MemberAdmission(member_node.store, member_node.credential, {}, elsewhere)
     await gate.authorize(GUEST.node, ticket.prove(CONTEXT), Purpose.MESH, 1)
 
-    assert jobs == [house.store.use]
-    (kept,) = StateStore.open(house.store.folder).invitations()
+    assert jobs == [member_node.store.use]
+    (kept,) = StateStore.open(member_node.store.folder).invitations()
     assert kept.guests == (GUEST.node,)
 
 
-def test_a_ticket_dropped_meanwhile_admits_no_guest(house: House) -> None:
-    house.ticket(uses=1)
-    (invitation,) = house.store.invitations()
+def test_a_ticket_dropped_meanwhile_admits_no_guest(member_node: MeshMember) -> None:
+    member_node.ticket(uses=1)
+    (invitation,) = member_node.store.invitations()
     for _ in range(keyring_module.MAX_INVITATIONS):
-        house.ticket()
+        member_node.ticket()
 
-    assert not house.store.use(invitation, GUEST.node)
+    assert not member_node.store.use(invitation, GUEST.node)
 
 
-def test_a_client_is_admitted_with_the_limits_of_its_ticket(house: House) -> None:
+def test_a_client_is_admitted_with_the_limits_of_its_ticket(member_node: MeshMember) -> None:
     limits = ClientLimits(1, 5000)
-    ticket = house.store.invite([], Role.CLIENT, lasts_s=60, uses=1, limits=limits)
+    ticket = member_node.store.invite([], Role.CLIENT, lasts_s=60, uses=1, limits=limits)
 
-    granted = house.authorize(ticket.prove(b"context"))
+    granted = member_node.authorize(ticket.prove(b"context"))
 
     assert granted.limits == limits
-    assert house.authorize(Credential.decode(granted.encode())) == granted
+    assert member_node.authorize(Credential.decode(granted.encode())) == granted

@@ -114,41 +114,41 @@ Keep: TypeAlias = Callable[[Callable[[Kept], Coroutine[Any, Any, None]]], None]
 
 @pytest.fixture
 def keep(store: StateStore, monkeypatch: pytest.MonkeyPatch) -> Keep:
-    async def main(story: Callable[[Kept], Coroutine[Any, Any, None]]) -> None:
+    async def main(scenario: Callable[[Kept], Coroutine[Any, Any, None]]) -> None:
         kept = Kept(store, monkeypatch)
         running = asyncio.ensure_future(kept.keeper.run())
-        await story(kept)
+        await scenario(kept)
         running.cancel()
 
-    return lambda story: run_virtual(main(story))
+    return lambda scenario: run_virtual(main(scenario))
 
 
 def test_changes_within_a_while_are_saved_together(keep: Keep) -> None:
-    async def story(kept: Kept) -> None:
+    async def scenario(kept: Kept) -> None:
         kept.change(met(ANN))
         await asyncio.sleep(0.5)
         kept.change(met(BOB))
         await asyncio.sleep(5)
         assert kept.saved == [met(BOB)]
 
-    keep(story)
+    keep(scenario)
 
 
 def test_what_changes_while_it_is_saved_is_saved_again(keep: Keep) -> None:
-    async def story(kept: Kept) -> None:
+    async def scenario(kept: Kept) -> None:
         kept.change(met(ANN))
         await asyncio.sleep(1.2)
         kept.change(met(BOB))
         await asyncio.sleep(5)
         assert kept.saved == [met(ANN), met(BOB)]
 
-    keep(story)
+    keep(scenario)
 
 
 def test_a_folder_that_cannot_be_written_is_a_warning(
     keep: Keep, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def story(kept: Kept) -> None:
+    async def scenario(kept: Kept) -> None:
         kept.error = UserError("The disk is full")
         kept.change(met(ANN))
         await asyncio.sleep(5)
@@ -156,11 +156,11 @@ def test_a_folder_that_cannot_be_written_is_a_warning(
         with pytest.raises(UserError):
             await kept.keeper.save()  # the caller waits for it
 
-    keep(story)
+    keep(scenario)
 
 
 def test_what_could_not_be_saved_is_tried_again(keep: Keep) -> None:
-    async def story(kept: Kept) -> None:
+    async def scenario(kept: Kept) -> None:
         kept.error = UserError("The disk is full")
         kept.change(met(ANN))
         await asyncio.sleep(5)
@@ -168,11 +168,11 @@ def test_what_could_not_be_saved_is_tried_again(keep: Keep) -> None:
         await asyncio.sleep(2 * RETRY_S)
         assert kept.saved == [met(ANN), met(ANN)]
 
-    keep(story)
+    keep(scenario)
 
 
 def test_the_end_saves_what_could_not_be_saved(keep: Keep) -> None:
-    async def story(kept: Kept) -> None:
+    async def scenario(kept: Kept) -> None:
         kept.error = UserError("The disk is full")
         kept.change(met(ANN))
         await asyncio.sleep(5)
@@ -180,18 +180,18 @@ def test_the_end_saves_what_could_not_be_saved(keep: Keep) -> None:
         await kept.keeper.close()
         assert kept.saved == [met(ANN), met(ANN)]
 
-    keep(story)
+    keep(scenario)
 
 
 def test_the_end_saves_what_is_not_saved(keep: Keep) -> None:
-    async def story(kept: Kept) -> None:
+    async def scenario(kept: Kept) -> None:
         await kept.keeper.close()
         assert kept.saved == []
         kept.change(met(BOB))
         await kept.keeper.close()
         assert kept.saved == [met(BOB)]
 
-    keep(story)
+    keep(scenario)
 
 
 async def test_what_is_saved_at_once_is_saved_off_the_loop(store: StateStore) -> None:
@@ -226,7 +226,7 @@ async def test_what_is_saved_at_the_end_is_saved_off_the_loop(store: StateStore)
 
 
 def test_a_snapshot_that_was_overtaken_is_not_written(keep: Keep) -> None:
-    async def story(kept: Kept) -> None:
+    async def scenario(kept: Kept) -> None:
         first, written = asyncio.Event(), list[SavedRecords]()
 
         async def overtaken(run: Any, *args: Any) -> Any:
@@ -246,4 +246,4 @@ def test_a_snapshot_that_was_overtaken_is_not_written(keep: Keep) -> None:
         assert (written, kept.saved[0]) == ([met(ANN)], met(BOB))
         assert met(ANN) not in kept.saved
 
-    keep(story)
+    keep(scenario)

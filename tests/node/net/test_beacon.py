@@ -158,13 +158,13 @@ def test_a_too_long_beacon_is_ignored() -> None:
 def test_an_unknown_node_gets_one_reply() -> None:
     heard: Heard = []
 
-    async def story() -> list[bytes]:
+    async def scenario() -> list[bytes]:
         beacon, transport = beacon_of(heard, "ws://me")
         for _ in range(3):
             beacon.datagram_received(write(PEER, AT), ("10.0.0.7", 7701))
         return [data for _, data, _ in transport.sent]
 
-    (answer,) = run_virtual(story())
+    (answer,) = run_virtual(scenario())
     assert CODE.read(answer) == (ME, ("ws://me",))
     assert heard == [(PEER, AT)] * 3
 
@@ -172,7 +172,7 @@ def test_an_unknown_node_gets_one_reply() -> None:
 def test_own_beacons_and_noise_are_ignored() -> None:
     heard: Heard = []
 
-    async def story() -> FakeTransport:
+    async def scenario() -> FakeTransport:
         beacon, transport = beacon_of(heard, "ws://me")
         for data in (
             write(ME, AT),
@@ -184,7 +184,7 @@ def test_own_beacons_and_noise_are_ignored() -> None:
         beacon.error_received(OSError("no route"))
         return transport
 
-    assert run_virtual(story()).sent == []
+    assert run_virtual(scenario()).sent == []
     assert heard == []
 
 
@@ -192,20 +192,20 @@ def test_invented_nodes_get_a_limited_number_of_replies(monkeypatch: pytest.Monk
     monkeypatch.setattr(module, "MAX_KNOWN", 5)
     heard: Heard = []
 
-    async def story() -> FakeTransport:
+    async def scenario() -> FakeTransport:
         beacon, transport = beacon_of(heard, "ws://me")
         for number in range(20):
             beacon.datagram_received(write(NodeId(number.to_bytes(32)), AT), ("10.0.0.7", 7701))
         return transport
 
-    assert len(run_virtual(story()).sent) == 5
+    assert len(run_virtual(scenario()).sent) == 5
     assert len(heard) == 20
 
 
 def test_the_interval_of_beacons_doubles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "own_hosts", frozenset)
 
-    async def story() -> list[float]:
+    async def scenario() -> list[float]:
         beacon, transport = beacon_of([], "ws://me")
         sending = asyncio.ensure_future(beacon.run())
         await asyncio.sleep(200)
@@ -214,7 +214,7 @@ def test_the_interval_of_beacons_doubles(monkeypatch: pytest.MonkeyPatch) -> Non
         assert {to for _, _, to in transport.sent} == {("239.255.77.77", module.PORT)}
         return [at for at, _, _ in transport.sent]
 
-    times = run_virtual(story())
+    times = run_virtual(scenario())
 
     pauses = [after - before for before, after in pairwise(times)]
     assert pauses[:3] == [FIRST_S, 2 * FIRST_S, 4 * FIRST_S]
@@ -224,7 +224,7 @@ def test_the_interval_of_beacons_doubles(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_node_without_addresses_queries_and_does_not_answer() -> None:
     heard: Heard = []
 
-    async def story() -> FakeTransport:
+    async def scenario() -> FakeTransport:
         beacon, transport = beacon_of(heard)
         beacon.send()
         for data in (
@@ -235,7 +235,7 @@ def test_a_node_without_addresses_queries_and_does_not_answer() -> None:
             beacon.datagram_received(data, ("10.0.0.7", 7701))
         return transport
 
-    ((_, question, _),) = run_virtual(story()).sent
+    ((_, question, _),) = run_virtual(scenario()).sent
     assert CODE.read(question) == (ME, ())
     assert heard == [(PEER, AT)]
 
@@ -247,11 +247,11 @@ def test_only_this_machine_names_its_own_addresses(source: str, kept: tuple[str,
     heard: Heard = []
     addresses = (*AT[:1], "ws://127.0.0.1:80", "ws://desk:80", "ws://10.0.0.9:80/admin")
 
-    async def story() -> None:
+    async def scenario() -> None:
         beacon, _ = beacon_of(heard)
         beacon.datagram_received(write(PEER, addresses), (source, 7701))
 
-    run_virtual(story())
+    run_virtual(scenario())
 
     assert heard == [(PEER, kept)]
 
@@ -259,7 +259,7 @@ def test_only_this_machine_names_its_own_addresses(source: str, kept: tuple[str,
 def test_queries_are_answered_with_a_rate_limit() -> None:
     heard: Heard = []
 
-    async def story() -> list[bytes]:
+    async def scenario() -> list[bytes]:
         beacon, transport = beacon_of(heard, "ws://me")
         for _ in range(3):
             for _ in range(100):
@@ -267,7 +267,7 @@ def test_queries_are_answered_with_a_rate_limit() -> None:
             await asyncio.sleep(ANSWER_S)
         return [data for _, data, _ in transport.sent]
 
-    answers = run_virtual(story())
+    answers = run_virtual(scenario())
 
     assert [CODE.read(answer) for answer in answers] == [(ME, ("ws://me",))] * 3
     assert heard == []
@@ -277,12 +277,12 @@ def test_a_guest_is_answered_under_the_key_of_its_ticket() -> None:
     heard: Heard = []
     others = [bytes([number]) * 32 for number in range(255)]
 
-    async def story() -> list[bytes]:
+    async def scenario() -> list[bytes]:
         beacon, transport = beacon_of(heard, "ws://me", guests=lambda: [*others, GUEST])
         beacon.datagram_received(write(PEER, (), GUEST), ("10.0.0.7", 7701))
         return [data for _, data, _ in transport.sent]
 
-    (answer,) = run_virtual(story())
+    (answer,) = run_virtual(scenario())
     assert GuestBeacons(GUEST, ME).read(answer) == (ME, ("ws://me",))
     assert CODE.read(answer) is None
     assert heard == []
@@ -295,7 +295,7 @@ def test_unknown_datagrams_are_decrypted_with_a_rate_limit() -> None:
         looks.append(asyncio.get_running_loop().time())
         return [bytes(32)]
 
-    async def story() -> FakeTransport:
+    async def scenario() -> FakeTransport:
         beacon, transport = beacon_of([], "ws://me", guests=guests)
         for _ in range(5):
             for noise in (b"noise", write(PEER, (), GUEST), MAGIC + bytes(99)):
@@ -303,7 +303,7 @@ def test_unknown_datagrams_are_decrypted_with_a_rate_limit() -> None:
             await asyncio.sleep(ANSWER_S)
         return transport
 
-    assert run_virtual(story()).sent == []
+    assert run_virtual(scenario()).sent == []
     assert len(looks) == 5
 
 
@@ -579,7 +579,7 @@ def test_noise_is_not_a_beacon_of_a_member(noise: bytes) -> None:
 
 
 def test_a_query_of_a_member_is_answered_to_it() -> None:
-    async def story() -> list[bytes]:
+    async def scenario() -> list[bytes]:
         beacon = Beacon(beacons(A, FOUNDED), A.node, lambda *_: None)
         beacon.addresses = AT
         transport = FakeTransport()
@@ -589,7 +589,7 @@ def test_a_query_of_a_member_is_answered_to_it() -> None:
             await asyncio.sleep(ANSWER_S)
         return [data for _, data, _ in transport.sent]
 
-    first, second = run_virtual(story())
+    first, second = run_virtual(scenario())
 
     assert beacons(D, CLIENT).read(first) == beacons(B, OF_B).read(second) == (A.node, AT)
     assert beacons(D, CLIENT).read(second) is None

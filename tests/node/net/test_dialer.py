@@ -105,10 +105,10 @@ class Net:
         return count
 
 
-def run(story: Callable[[Net], Coroutine[Any, Any, None]]) -> Net:
+def run(scenario: Callable[[Net], Coroutine[Any, Any, None]]) -> Net:
     async def main() -> Net:
         net = Net()
-        await story(net)
+        await scenario(net)
         assert asyncio.all_tasks() == {asyncio.current_task()}
         return net
 
@@ -116,7 +116,7 @@ def run(story: Callable[[Net], Coroutine[Any, Any, None]]) -> Net:
 
 
 def test_an_address_of_this_machine_is_dialled_only_if_it_may_be() -> None:
-    async def story(net: Net) -> None:
+    async def scenario(net: Net) -> None:
         dialer = NodeDialer({"ws": net}, AS_MEMBER)
         for local in (LocalAddressPolicy.NO, LocalAddressPolicy.YES):
             with pytest.raises(LinkLost):
@@ -128,7 +128,7 @@ def test_an_address_of_this_machine_is_dialled_only_if_it_may_be() -> None:
                     local=local,
                 )
 
-    assert [address for _, address in run(story).dialled] == ["ws://127.0.0.1:1"]
+    assert [address for _, address in run(scenario).dialled] == ["ws://127.0.0.1:1"]
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_an_address_of_this_machine_is_dialled_only_if_it_may_be() -> None:
 def test_an_address_of_this_machine_that_a_node_here_told_is_dialled_a_few_times(
     local: LocalAddressPolicy, most: int
 ) -> None:
-    async def story(net: Net) -> None:
+    async def scenario(net: Net) -> None:
         dialer = NodeDialer({"ws": net}, AS_MEMBER)
         for _ in range(2 * BURST):
             with pytest.raises(LinkLost):
@@ -149,11 +149,11 @@ def test_an_address_of_this_machine_that_a_node_here_told_is_dialled_a_few_times
                     local=local,
                 )
 
-    assert [address for _, address in run(story).dialled] == ["ws://127.0.0.1:1"] * most
+    assert [address for _, address in run(scenario).dialled] == ["ws://127.0.0.1:1"] * most
 
 
 def test_a_silent_target_is_not_dialled_without_end() -> None:
-    async def story(net: Net) -> None:
+    async def scenario(net: Net) -> None:
         dialer = NodeDialer({"loopback": net}, AS_MEMBER)
         for _ in range(2 * BURST):
             with pytest.raises(LinkLost):
@@ -164,11 +164,11 @@ def test_a_silent_target_is_not_dialled_without_end() -> None:
         with pytest.raises(LinkLost, match="`loopback:void` so far: the next attempt is delayed"):
             await dialer.dial(["loopback:void"], Purpose.MESH, expect=HOST.node, removals=NOBODY)
 
-    assert len(run(story).dialled) == BURST
+    assert len(run(scenario).dialled) == BURST
 
 
 def test_an_address_that_was_not_needed_is_not_counted_as_tried() -> None:
-    async def story(net: Net) -> None:
+    async def scenario(net: Net) -> None:
         dialer = NodeDialer({"loopback": net}, AS_MEMBER)
 
         async def dial(*addresses: str) -> SecureLink:
@@ -180,11 +180,11 @@ def test_an_address_that_was_not_needed_is_not_counted_as_tried() -> None:
         async with net.host("b"):
             assert (await dial("loopback:b")).peer == HOST.node
 
-    run(story)
+    run(scenario)
 
 
 def test_dials_at_the_same_time_share_the_attempts_at_a_host() -> None:
-    async def story(net: Net) -> None:
+    async def scenario(net: Net) -> None:
         dialer = NodeDialer({"ws": net}, AS_MEMBER)
 
         async def dial(first: int) -> None:
@@ -194,11 +194,11 @@ def test_dials_at_the_same_time_share_the_attempts_at_a_host() -> None:
 
         await asyncio.gather(dial(1), dial(1 + MAX_TRIED))
 
-    assert BURST * PORTS <= len(run(story).dialled) < MAX_TRIED + BURST
+    assert BURST * PORTS <= len(run(scenario).dialled) < MAX_TRIED + BURST
 
 
 def test_a_node_that_was_away_for_long_is_dialled_as_soon_as_it_is_back() -> None:
-    async def story(net: Net) -> None:
+    async def scenario(net: Net) -> None:
         dialer = NodeDialer({"loopback": net}, AS_MEMBER)
 
         async def dial() -> SecureLink:
@@ -214,11 +214,11 @@ def test_a_node_that_was_away_for_long_is_dialled_as_soon_as_it_is_back() -> Non
         async with net.host("a"):
             assert (await dial()).peer == HOST.node
 
-    run(story)
+    run(scenario)
 
 
 def test_the_first_to_answer_wins() -> None:
-    async def story(net: Net) -> None:
+    async def scenario(net: Net) -> None:
         async with net.host("a"), net.host("b"):
             link = await net.reach("a", "b")
             assert link.address == "loopback:a"
@@ -227,77 +227,77 @@ def test_the_first_to_answer_wins() -> None:
             await asyncio.sleep(1)
             assert await net.open_links() == 1
 
-    net = run(story)
+    net = run(scenario)
     assert [address for _, address in net.dialled] == ["loopback:a"]
 
 
 def test_a_dead_address_is_skipped() -> None:
-    async def story(net: Net) -> None:
+    async def scenario(net: Net) -> None:
         async with net.host("b"):
             assert (await net.reach("a", "b")).peer == HOST.node
 
-    net = run(story)
+    net = run(scenario)
     assert net.dialled == [(0.0, "loopback:a"), (STAGGER_S, "loopback:b")]
 
 
 def test_a_silent_address_is_cancelled_and_closed() -> None:
-    async def story(net: Net) -> None:
+    async def scenario(net: Net) -> None:
         async with net.listen("loopback:a"), net.host("b"):
             assert (await net.reach("a", "b")).peer == HOST.node
             assert asyncio.get_running_loop().time() < 2 * STAGGER_S
             assert (len(net.links), await net.open_links()) == (2, 1)
 
-    run(story)
+    run(scenario)
 
 
 def test_of_two_that_answer_at_once_one_is_closed() -> None:
-    async def story(net: Net) -> None:
+    async def scenario(net: Net) -> None:
         async with net.host("a", wait_s=STAGGER_S), net.host("b"):
             await net.reach("a", "b")
             await asyncio.sleep(1)
             assert (len(net.links), await net.open_links()) == (2, 1)
 
-    run(story)
+    run(scenario)
 
 
 def test_all_dead_is_one_error() -> None:
-    async def story(net: Net) -> None:
+    async def scenario(net: Net) -> None:
         with pytest.raises(LinkLost, match="Cannot reach the node: No listener at"):
             await net.reach("a", "b", "c")
 
-    assert len(run(story).dialled) == 3
+    assert len(run(scenario).dialled) == 3
 
 
 def test_silence_ends_at_the_timeout() -> None:
-    async def story(net: Net) -> None:
+    async def scenario(net: Net) -> None:
         async with net.listen("loopback:a"), net.listen("loopback:b"):
             with pytest.raises(LinkLost, match=f"No answer within {DIAL_S:.0f} s"):
                 await net.reach("a", "b")
             assert asyncio.get_running_loop().time() == DIAL_S
             assert await net.open_links() == 0
 
-    run(story)
+    run(scenario)
 
 
 @pytest.mark.parametrize("names", [("a", "b"), ("b", "a"), ("b", "a", "c")])
 def test_a_rejection_is_reported_before_silence(names: tuple[str, ...]) -> None:
-    async def story(net: Net) -> None:
+    async def scenario(net: Net) -> None:
         net.gate.refusal = NotAuthorised("it was removed")
         async with net.host("a"):
             with pytest.raises(NotAuthorised, match="it was removed"):
                 await net.reach(*names)
 
-    run(story)
+    run(scenario)
 
 
 def test_another_node_at_the_first_address_does_not_block_the_others() -> None:
-    async def story(net: Net) -> None:
+    async def scenario(net: Net) -> None:
         async with net.host("a", replace(AS_HOST, key=OTHER)), net.host("b"):
             assert (await net.reach("a", "b")).peer == HOST.node
             with pytest.raises(HandshakeClosed):
                 await net.reach("a")
 
-    run(story)
+    run(scenario)
 
 
 @pytest.mark.parametrize(
@@ -334,22 +334,22 @@ def test_a_node_of_this_machine_does_not_answer_for_one_elsewhere(
 
 
 def test_a_long_list_costs_little() -> None:
-    async def story(net: Net) -> None:
+    async def scenario(net: Net) -> None:
         with pytest.raises(LinkLost):
             await net.reach(*(f"x{number}" for number in range(10_000)))
 
-    assert len(run(story).dialled) == MAX_TRIED
+    assert len(run(scenario).dialled) == MAX_TRIED
 
 
 @pytest.mark.parametrize("odd", ["ws://10.0.0.1:7700", ":", "loopback:", "\x00:", "http:x"])
 def test_an_invalid_address_does_not_block_the_others(odd: str) -> None:
-    async def story(net: Net) -> None:
+    async def scenario(net: Net) -> None:
         async with net.host("b"):
             assert (await net.reach(odd, "b")).peer == HOST.node
         with pytest.raises(LinkLost):
             await net.reach(odd)
 
-    run(story)
+    run(scenario)
 
 
 @pytest.mark.parametrize(
@@ -357,16 +357,16 @@ def test_an_invalid_address_does_not_block_the_others(odd: str) -> None:
     [((), "it has none"), (("ws://a:1", "ftp:b"), "addresses: `ws://a:1`, `ftp:b`")],
 )
 def test_addresses_of_other_transports_are_named(names: tuple[str, ...], told: str) -> None:
-    async def story(net: Net) -> None:
+    async def scenario(net: Net) -> None:
         with pytest.raises(LinkLost, match=told):
             await net.reach(*names)
 
-    assert run(story).dialled == []
+    assert run(scenario).dialled == []
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.02, 0.05, STAGGER_S, 2.0])
 def test_a_cancelled_call_closes_everything(after_s: float) -> None:
-    async def story(net: Net) -> None:
+    async def scenario(net: Net) -> None:
         async with net.listen("loopback:a"), net.listen("loopback:b"):
             reaching = asyncio.ensure_future(net.reach("a", "b"))
             await asyncio.sleep(after_s)
@@ -376,7 +376,7 @@ def test_a_cancelled_call_closes_everything(after_s: float) -> None:
             await asyncio.sleep(1)
             assert await net.open_links() == 0
 
-    run(story)
+    run(scenario)
 
 
 def test_a_call_that_is_cancelled_as_it_ends_leaves_no_link() -> None:
@@ -450,12 +450,12 @@ async def test_a_name_that_tls_proves_is_looked_up_once(monkeypatch: pytest.Monk
 
 
 def test_an_address_that_cannot_be_dialled_is_not_an_error_of_the_user() -> None:
-    async def story(net: Net) -> None:
+    async def scenario(net: Net) -> None:
         with pytest.raises(LinkLost) as raised:
             await net.reach("loopback:")
         assert not isinstance(raised.value, UserError)
 
-    run(story)
+    run(scenario)
 
 
 @pytest.mark.parametrize(
@@ -487,10 +487,10 @@ def test_only_some_names_of_a_peer_are_looked_up(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
 
-    async def story(net: Net) -> None:
+    async def scenario(net: Net) -> None:
         async with net.host("a"):
             assert await net.reach(*(f"loopback://host-{at}:1" for at in range(9)), "a")
 
-    run(story)
+    run(scenario)
 
     assert asked == {f"host-{at}" for at in range(MAX_NAMES)}

@@ -34,46 +34,50 @@ from meshllm_loopback import LoopbackTransport, TrafficShape
 from meshllm_loopback.transport import _LoopbackListener as LoopbackListener
 from meshllm_quic.link import admission as quic
 from meshllm_websocket import listener as websocket
-from tests.builders.mesh_members import House, Town, town
+from tests.builders.mesh_members import MemberNetwork, MeshMember, network
 
 ASK = b"i" * 16
-Story = Callable[[Town], Coroutine[Any, Any, None]]
+Scenario = Callable[[MemberNetwork], Coroutine[Any, Any, None]]
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Callable[[Story], None]:
-    """Run a story in a town with a slow network; check that no task is left."""
+def run(tmp_path: Path) -> Callable[[Scenario], None]:
+    """Run a scenario in a slow network; check that no task is left."""
 
-    async def main(story: Story) -> None:
-        async with town(tmp_path, LoopbackTransport(TrafficShape(delay_s=0.01))) as made:
-            await story(made)
+    async def main(scenario: Scenario) -> None:
+        async with network(tmp_path, LoopbackTransport(TrafficShape(delay_s=0.01))) as made:
+            await scenario(made)
         await asyncio.sleep(2)
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
-    return lambda story: run_virtual(main(story))
+    return lambda scenario: run_virtual(main(scenario))
 
 
-Run = Callable[[Story], None]
+Run = Callable[[Scenario], None]
 
 
-async def pair(town: Town) -> tuple[House, House]:
+async def pair(network: MemberNetwork) -> tuple[MeshMember, MeshMember]:
     """Link two nodes."""
-    a, b = await town.add("a"), await town.add("b")
+    a, b = await network.add("a"), await network.add("b")
     b.meet(a)
     await asyncio.sleep(2)
     assert (a.peers, b.peers) == ({b.me}, {a.me})
     return a, b
 
 
-async def dial(house: House, other: House, purpose: Purpose = Purpose.MESH) -> SecureLink:
+async def dial(
+    member_node: MeshMember, other: MeshMember, purpose: Purpose = Purpose.MESH
+) -> SecureLink:
     """Dial as a member that is driven by the test."""
-    link = await house.transport.dial(other.address)
-    return await secure_dial(link, house.own, purpose, expect=other.me, now_s=0, removals={})
+    link = await member_node.transport.dial(other.address)
+    return await secure_dial(link, member_node.own, purpose, expect=other.me, now_s=0, removals={})
 
 
-async def crowd(town: Town, house: House, count: int) -> list[Link]:
+async def crowd(network: MemberNetwork, member_node: MeshMember, count: int) -> list[Link]:
     """Dial as strangers, all at once."""
-    return await asyncio.gather(*(town.transport.dial(house.address) for _ in range(count)))
+    return await asyncio.gather(
+        *(network.transport.dial(member_node.address) for _ in range(count))
+    )
 
 
 async def read_all(link: SecureLink) -> None:
@@ -82,8 +86,8 @@ async def read_all(link: SecureLink) -> None:
 
 
 def test_two_nodes_meet(run: Run) -> None:
-    async def story(town: Town) -> None:
-        a, b = await pair(town)
+    async def scenario(network: MemberNetwork) -> None:
+        a, b = await pair(network)
         await asyncio.sleep(60)
         both = {a.me, b.me}
         assert a.machine.alive == b.machine.alive == both
@@ -92,28 +96,28 @@ def test_two_nodes_meet(run: Run) -> None:
         assert a.machine.links[b.me].round_trip_us == 20_000
         assert a.lost_ones == b.lost_ones == []
 
-    run(story)
+    run(scenario)
 
 
 def test_a_node_that_meets_one_meets_all(run: Run) -> None:
-    async def story(town: Town) -> None:
-        a = await town.add("a")
-        others = [await town.add(name) for name in "bcde"]
+    async def scenario(network: MemberNetwork) -> None:
+        a = await network.add("a")
+        others = [await network.add(name) for name in "bcde"]
         for other in others:
             other.meet(a)
         await asyncio.sleep(5)
-        everyone = {house.me for house in town.houses.values()}
-        for house in town.houses.values():
-            assert house.peers == everyone - {house.me}
-            assert house.machine.alive == everyone
+        everyone = {member_node.me for member_node in network.member_nodes.values()}
+        for member_node in network.member_nodes.values():
+            assert member_node.peers == everyone - {member_node.me}
+            assert member_node.machine.alive == everyone
 
-    run(story)
+    run(scenario)
 
 
 @pytest.mark.parametrize("apart_s", [0.0, 0.005, 0.01, 0.02, 0.03, 0.05, 0.3])
 def test_crossing_dials_leave_one_link(run: Run, apart_s: float) -> None:
-    async def story(town: Town) -> None:
-        a, b = await town.add("a"), await town.add("b")
+    async def scenario(network: MemberNetwork) -> None:
+        a, b = await network.add("a"), await network.add("b")
         for one, other in ((a, b), (b, a)):
             one.meet(other)
             await asyncio.sleep(apart_s)
@@ -125,51 +129,51 @@ def test_crossing_dials_leave_one_link(run: Run, apart_s: float) -> None:
         assert b.talked == [(a.me, AnswerEvent(ASK, b"one"), False)]
         assert a.talked == [(b.me, AnswerEvent(ASK, b"two"), False)]
 
-    run(story)
+    run(scenario)
 
 
 def test_a_probed_peer_hears_a_beat_at_once(run: Run) -> None:
-    async def story(town: Town) -> None:
-        a, b = await pair(town)
+    async def scenario(network: MemberNetwork) -> None:
+        a, b = await pair(network)
         heard = b.machine.links[a.me].heard
         a.links.probe(b.me)
         await asyncio.sleep(0.02)
         assert b.machine.links[a.me].heard > heard
 
-    run(story)
+    run(scenario)
 
 
 def test_a_lost_link_is_dialled_again(run: Run) -> None:
-    async def story(town: Town) -> None:
-        a, b = await pair(town)
+    async def scenario(network: MemberNetwork) -> None:
+        a, b = await pair(network)
         await a.links.by_peer[b.me].close()
         await asyncio.sleep(0.1)
         assert a.lost_ones == [b.me]
         await asyncio.sleep(20)
         assert (a.peers, b.peers) == ({b.me}, {a.me})
 
-    run(story)
+    run(scenario)
 
 
 def test_a_restarted_node_has_another_incarnation(run: Run) -> None:
-    async def story(town: Town) -> None:
-        a, b = await pair(town)
+    async def scenario(network: MemberNetwork) -> None:
+        a, b = await pair(network)
         await b.close()
         await asyncio.sleep(1)
         assert not a.peers
         assert a.machine.alive == {a.me}
-        again = await town.add("b", life=2)
+        again = await network.add("b", life=2)
         again.meet(a)
         await asyncio.sleep(3)
         assert a.peers == {b.me}
         assert a.machine.alive == again.machine.alive == {a.me, b.me}
 
-    run(story)
+    run(scenario)
 
 
 def test_a_silent_peer_is_dropped(run: Run) -> None:
-    async def story(town: Town) -> None:
-        a, b = await town.add("a"), await town.add("b")
+    async def scenario(network: MemberNetwork) -> None:
+        a, b = await network.add("a"), await network.add("b")
         link = await dial(b, a)
         await asyncio.sleep(1)
         assert a.peers == {b.me}
@@ -178,14 +182,14 @@ def test_a_silent_peer_is_dropped(run: Run) -> None:
         with pytest.raises(LinkLost):
             await read_all(link)
 
-    run(story)
+    run(scenario)
 
 
 def test_a_peer_that_does_not_read_is_dropped(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_QUEUED", 10_000)
 
-    async def story(town: Town) -> None:
-        a, b = await town.add("a"), await town.add("b")
+    async def scenario(network: MemberNetwork) -> None:
+        a, b = await network.add("a"), await network.add("b")
         await dial(b, a)
         await asyncio.sleep(0.1)
         assert a.peers == {b.me}
@@ -196,12 +200,12 @@ def test_a_peer_that_does_not_read_is_dropped(run: Run, monkeypatch: pytest.Monk
         assert a.peers == set()
         assert a.lost_ones == [b.me]
 
-    run(story)
+    run(scenario)
 
 
 def test_heartbeats_are_not_blocked_by_answers(run: Run) -> None:
-    async def story(town: Town) -> None:
-        a, b = await pair(town)
+    async def scenario(network: MemberNetwork) -> None:
+        a, b = await pair(network)
         reads, stop = 0, asyncio.Event()
 
         def stuck(*_: object, **__: object) -> None:
@@ -214,12 +218,12 @@ def test_heartbeats_are_not_blocked_by_answers(run: Run) -> None:
         await asyncio.sleep(20)
         assert (a.peers, reads, stop.is_set()) == ({b.me}, 2000, False)
 
-    run(story)
+    run(scenario)
 
 
 def test_the_reason_of_leaving_arrives(run: Run) -> None:
-    async def story(town: Town) -> None:
-        a, b = await pair(town)
+    async def scenario(network: MemberNetwork) -> None:
+        a, b = await pair(network)
         began = asyncio.get_running_loop().time()
         await b.links.leave()
         assert asyncio.get_running_loop().time() - began < module.FAREWELL_S
@@ -230,29 +234,29 @@ def test_the_reason_of_leaving_arrives(run: Run) -> None:
         await asyncio.sleep(30)
         assert a.peers == set()  # a node that has left is not dialled
 
-    run(story)
+    run(scenario)
 
 
 def test_a_leaving_node_has_left_for_all(run: Run) -> None:
-    async def story(town: Town) -> None:
-        a, b = await pair(town)
-        c = await town.add("c")
+    async def scenario(network: MemberNetwork) -> None:
+        a, b = await pair(network)
+        c = await network.add("c")
         c.meet(a)
         await asyncio.sleep(3)
         await b.links.leave()
         await asyncio.sleep(1)
-        for house in (a, c):
-            assert house.machine.states[b.me].lifecycle is Lifecycle.LEFT
-            assert house.machine.alive == {a.me, c.me}
+        for member_node in (a, c):
+            assert member_node.machine.states[b.me].lifecycle is Lifecycle.LEFT
+            assert member_node.machine.alive == {a.me, c.me}
 
-    run(story)
+    run(scenario)
 
 
 def test_leaving_does_not_wait_for_a_peer_that_does_not_read(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def story(town: Town) -> None:
-        a, b = await town.add("a"), await town.add("b")
+    async def scenario(network: MemberNetwork) -> None:
+        a, b = await network.add("a"), await network.add("b")
         await dial(b, a)
         await asyncio.sleep(0.1)
         monkeypatch.setattr(SecureLink, "send", never)  # a full pipe
@@ -260,7 +264,7 @@ def test_leaving_does_not_wait_for_a_peer_that_does_not_read(
         await a.links.leave()
         assert asyncio.get_running_loop().time() - began == pytest.approx(module.FAREWELL_S)
 
-    run(story)
+    run(scenario)
 
 
 async def never(*_: object) -> None:
@@ -268,9 +272,9 @@ async def never(*_: object) -> None:
 
 
 def test_a_removal_closes_the_link_at_once(run: Run) -> None:
-    async def story(town: Town) -> None:
-        a, b = await pair(town)
-        c = await town.add("c")
+    async def scenario(network: MemberNetwork) -> None:
+        a, b = await pair(network)
+        c = await network.add("c")
         c.meet(a)
         await asyncio.sleep(3)
         removal = remove(a.store.key, a.credential.mesh, b.me, 1)
@@ -283,13 +287,13 @@ def test_a_removal_closes_the_link_at_once(run: Run) -> None:
         await asyncio.sleep(20)
         assert a.peers == {c.me}
 
-    run(story)
+    run(scenario)
 
 
 def test_a_removal_closes_links_for_weights_and_admits_no_others(run: Run) -> None:
-    async def story(town: Town) -> None:
-        a, b = await pair(town)
-        c = await town.add("c")
+    async def scenario(network: MemberNetwork) -> None:
+        a, b = await pair(network)
+        c = await network.add("c")
         c.meet(a)
         await asyncio.sleep(3)
         served = list[NodeId]()
@@ -318,15 +322,15 @@ def test_a_removal_closes_links_for_weights_and_admits_no_others(run: Run) -> No
         await asyncio.sleep(1)
         assert not a.links._of_weights
 
-    run(story)
+    run(scenario)
 
 
 @pytest.mark.parametrize("purpose", [Purpose.RING, Purpose.WEIGHTS])
 def test_a_member_that_is_removed_during_its_handshake_gets_no_link(
     run: Run, monkeypatch: pytest.MonkeyPatch, purpose: Purpose
 ) -> None:
-    async def story(town: Town) -> None:
-        a, b = await pair(town)
+    async def scenario(network: MemberNetwork) -> None:
+        a, b = await pair(network)
         accept = secure_accept
 
         async def slow(*args: Any) -> SecureLink:
@@ -343,14 +347,14 @@ def test_a_member_that_is_removed_during_its_handshake_gets_no_link(
                 await link.receive()
         assert a.rings == []
 
-    run(story)
+    run(scenario)
 
 
 def test_a_member_that_is_known_to_be_removed_is_not_dialled(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def story(town: Town) -> None:
-        a, b = await pair(town)
+    async def scenario(network: MemberNetwork) -> None:
+        a, b = await pair(network)
         removal = remove(a.store.key, a.credential.mesh, b.me, 1)
         a.links.act(a.machine.remove(removal, asyncio.get_running_loop().time()))
         await asyncio.sleep(1)
@@ -368,14 +372,14 @@ def test_a_member_that_is_known_to_be_removed_is_not_dialled(
         await asyncio.sleep(1)
         assert dialled == [["stays, as saved"], ["stays, as told"]]
 
-    run(story)
+    run(scenario)
 
 
 def test_a_second_process_with_the_same_key_is_rejected(run: Run) -> None:
-    async def story(town: Town) -> None:
-        a, b = await pair(town)
-        twin = House("twin", b.store, b.credential, town.transport, 2)
-        town.houses["twin"] = twin
+    async def scenario(network: MemberNetwork) -> None:
+        a, b = await pair(network)
+        twin = MeshMember("twin", b.store, b.credential, network.transport, 2)
+        network.member_nodes["twin"] = twin
         await twin.open()
         twin.meet(a)
         await asyncio.sleep(1)
@@ -383,13 +387,13 @@ def test_a_second_process_with_the_same_key_is_rejected(run: Run) -> None:
         assert a.peers == {b.me}
         assert set(a.machine.links) == {b.me}
 
-    run(story)
+    run(scenario)
 
 
 def test_a_client_gets_answers_and_no_gossip(run: Run) -> None:
-    async def story(town: Town) -> None:
-        a, b = await pair(town)
-        client = await town.add("client", Role.CLIENT)
+    async def scenario(network: MemberNetwork) -> None:
+        a, b = await pair(network)
+        client = await network.add("client", Role.CLIENT)
         client.meet(a)
         await asyncio.sleep(2)
         client.links.post(a.me, Generate(ASK, b"{}"))
@@ -399,13 +403,13 @@ def test_a_client_gets_answers_and_no_gossip(run: Run) -> None:
         assert a.talked == [(client.me, Generate(ASK, b"{}"), True)]
         assert client.me not in {*a.machine.alive, *b.machine.alive, *a.machine.profiles}
 
-    run(story)
+    run(scenario)
 
 
 def test_clients_that_flood_a_node_are_read_slowly_and_others_at_once(run: Run) -> None:
-    async def story(town: Town) -> None:
-        a, b = await pair(town)
-        clients = [await town.add(name, Role.CLIENT) for name in ("one", "two", "three")]
+    async def scenario(network: MemberNetwork) -> None:
+        a, b = await pair(network)
+        clients = [await network.add(name, Role.CLIENT) for name in ("one", "two", "three")]
         links = [await dial(client, a) for client in clients[:2]]
         long = Generate(ASK, bytes(CLIENT_BYTES_PER_S))
         floods = [asyncio.create_task(flood(link, long)) for link in links]
@@ -422,13 +426,13 @@ def test_clients_that_flood_a_node_are_read_slowly_and_others_at_once(run: Run) 
         for link in links:
             await link.close()
 
-    run(story)
+    run(scenario)
 
 
 def test_clients_that_send_much_do_not_make_a_node_drop_members(run: Run) -> None:
-    async def story(town: Town) -> None:
-        a, b = await pair(town)
-        links = [await dial(await town.add(name, Role.CLIENT), a) for name in "cd"]
+    async def scenario(network: MemberNetwork) -> None:
+        a, b = await pair(network)
+        links = [await dial(await network.add(name, Role.CLIENT), a) for name in "cd"]
         long = Generate(ASK, bytes(MAX_REQUEST_BYTES - 100))
         for link in links:
             await link.send([encode(long)], Channel.DATA)
@@ -440,7 +444,7 @@ def test_clients_that_send_much_do_not_make_a_node_drop_members(run: Run) -> Non
         for link in links:
             await link.close()
 
-    run(story)
+    run(scenario)
 
 
 async def flood(link: SecureLink, message: Generate) -> None:
@@ -450,9 +454,9 @@ async def flood(link: SecureLink, message: Generate) -> None:
 
 
 def test_only_nodes_open_ring_links(run: Run) -> None:
-    async def story(town: Town) -> None:
-        a, b = await pair(town)
-        client = await town.add("client", Role.CLIENT)
+    async def scenario(network: MemberNetwork) -> None:
+        a, b = await pair(network)
+        client = await network.add("client", Role.CLIENT)
         link = await b.links.dial_ring(a.me)
         refused = await dial(client, a, Purpose.RING)
         with pytest.raises(LinkLost):
@@ -461,12 +465,12 @@ def test_only_nodes_open_ring_links(run: Run) -> None:
         assert (link.purpose, a.rings[0].purpose) == (Purpose.RING, Purpose.RING)
         assert (a.peers, b.peers) == ({b.me}, {a.me})
 
-    run(story)
+    run(scenario)
 
 
 def test_a_link_for_a_purpose_of_a_later_version_is_refused_and_no_other(run: Run) -> None:
-    async def story(town: Town) -> None:
-        a, b = await pair(town)
+    async def scenario(network: MemberNetwork) -> None:
+        a, b = await pair(network)
         ring = await b.links.dial_ring(a.me)
 
         with pytest.raises(NotAuthorised, match="Purpose 9 of a link is unknown to the dialled"):
@@ -477,21 +481,21 @@ def test_a_link_for_a_purpose_of_a_later_version_is_refused_and_no_other(run: Ru
         await ring.send([b"rows"])
         assert await a.rings[0].receive() == (Channel.DATA, b"rows")
 
-    run(story)
+    run(scenario)
 
 
 def test_an_unknown_node_cannot_be_dialled(run: Run) -> None:
-    async def story(town: Town) -> None:
-        a = await town.add("a")
+    async def scenario(network: MemberNetwork) -> None:
+        a = await network.add("a")
         with pytest.raises(LinkLost, match="it has none"):
             await a.links.dial_ring(NodeId(bytes(32)))
 
-    run(story)
+    run(scenario)
 
 
 def test_hints_are_rate_limited(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def story(town: Town) -> None:
-        a, dialled = await town.add("a"), list[list[str]]()
+    async def scenario(network: MemberNetwork) -> None:
+        a, dialled = await network.add("a"), list[list[str]]()
 
         async def dial(_: object, addresses: list[str], *__: object, **___: object) -> None:
             dialled.append(addresses)
@@ -509,24 +513,24 @@ def test_hints_are_rate_limited(run: Run, monkeypatch: pytest.MonkeyPatch) -> No
         await asyncio.sleep(1)
         assert len(dialled) == 2 + module.MAX_HINTED
 
-    run(story)
+    run(scenario)
 
 
 def test_hints_after_the_end_are_ignored(run: Run) -> None:
-    async def story(town: Town) -> None:
-        a = await town.add("a")
+    async def scenario(network: MemberNetwork) -> None:
+        a = await network.add("a")
         await a.close()
         a.links.hint(NodeId(bytes(32)), ["loopback:x"])
         a.links.redial(NodeId(bytes(32)), ["loopback:x"], LocalAddressPolicy.LITERAL)
 
-    run(story)
+    run(scenario)
 
 
 def test_failed_hints_do_not_delay_the_dials_of_the_machine(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def story(town: Town) -> None:
-        a, b = await pair(town)
+    async def scenario(network: MemberNetwork) -> None:
+        a, b = await pair(network)
         dialled = list[tuple[str, ...]]()
 
         async def dial(own: object, addresses: tuple[str, ...], *_: object, **__: object) -> None:
@@ -542,14 +546,14 @@ def test_failed_hints_do_not_delay_the_dials_of_the_machine(
         later = len(dialled) // 2
         assert (b.address,) in dialled[later:]
 
-    run(story)
+    run(scenario)
 
 
 def test_invented_peers_are_dialled_a_limited_number_at_once(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def story(town: Town) -> None:
-        a, dialled = await town.add("a"), list[tuple[str, ...]]()
+    async def scenario(network: MemberNetwork) -> None:
+        a, dialled = await network.add("a"), list[tuple[str, ...]]()
 
         async def dial(_: object, addresses: tuple[str, ...], *__: object, **___: object) -> None:
             dialled.append(addresses)
@@ -566,14 +570,14 @@ def test_invented_peers_are_dialled_a_limited_number_at_once(
         await asyncio.sleep(11)
         assert dialled[MAX_MEMBERS:] == [("loopback:y",)]
 
-    run(story)
+    run(scenario)
 
 
 def test_a_peer_is_redialled_once_at_a_time_until_it_is_given_up(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def story(town: Town) -> None:
-        a, dialled, ended = await town.add("a"), list[list[str]](), list[list[str]]()
+    async def scenario(network: MemberNetwork) -> None:
+        a, dialled, ended = await network.add("a"), list[list[str]](), list[list[str]]()
 
         async def dial(_: object, addresses: list[str], *__: object, **___: object) -> None:
             dialled.append(addresses)
@@ -605,37 +609,37 @@ def test_a_peer_is_redialled_once_at_a_time_until_it_is_given_up(
         await asyncio.sleep(1)
         assert (dialled[3:], ended[1:]) == ([["x"], ["y"]], [["y"], ["x"]])
 
-    run(story)
+    run(scenario)
 
 
 def test_unknown_peers_do_no_harm(run: Run) -> None:
-    async def story(town: Town) -> None:
-        a, b = await pair(town)
-        strangers = await crowd(town, a, module.MAX_HANDSHAKES + 5)
+    async def scenario(network: MemberNetwork) -> None:
+        a, b = await pair(network)
+        strangers = await crowd(network, a, module.MAX_HANDSHAKES + 5)
         for number, link in enumerate(strangers):
             if number % 2:
                 await link.send([b"GET / HTTP/1.1"], Channel.CONTROL)
         await asyncio.sleep(30)  # silent ones time out
-        c = await town.add("c")
+        c = await network.add("c")
         c.meet(a)
         await asyncio.sleep(3)
         assert a.peers == {b.me, c.me}
 
-    run(story)
+    run(scenario)
 
 
 @pytest.mark.parametrize("limits", [quic.LIMITS, websocket.LIMITS], ids=["quic", "websocket"])
 def test_handshakes_of_as_many_strangers_as_a_transport_keeps_delay_no_member(
     run: Run, limits: Limits
 ) -> None:
-    async def story(town: Town) -> None:
-        a, b = await town.add("a"), await town.add("b")
-        await crowd(town, a, limits.total - 1)
+    async def scenario(network: MemberNetwork) -> None:
+        a, b = await network.add("a"), await network.add("b")
+        await crowd(network, a, limits.total - 1)
         b.meet(a)
         await asyncio.sleep(1)
         assert a.peers == {b.me}
 
-    run(story)
+    run(scenario)
 
 
 def test_a_link_is_taken_only_when_its_handshake_can_begin(
@@ -643,7 +647,7 @@ def test_a_link_is_taken_only_when_its_handshake_can_begin(
 ) -> None:
     monkeypatch.setattr(module, "MAX_HANDSHAKES", 2)
 
-    async def story(town: Town) -> None:
+    async def scenario(network: MemberNetwork) -> None:
         taken, begun = list[Link](), list[Link]()
         take = LoopbackListener.__anext__
 
@@ -657,21 +661,21 @@ def test_a_link_is_taken_only_when_its_handshake_can_begin(
 
         monkeypatch.setattr(LoopbackListener, "__anext__", note)
         monkeypatch.setattr("meshllm.node.net.mesh_link.secure_accept", begin)
-        a = await town.add("a")
-        await crowd(town, a, 4)
+        a = await network.add("a")
+        await crowd(network, a, 4)
         await asyncio.sleep(1)  # silent ones are given two
 
         assert (len(taken), taken) == (2, begun)
         await asyncio.sleep(2)
         assert (len(taken), taken) == (4, begun)
 
-    run(story)
+    run(scenario)
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff", b"\x01\x63", b"\x63\x01", bytes(99)])
 def test_a_protocol_violation_closes_the_link(run: Run, data: bytes) -> None:
-    async def story(town: Town) -> None:
-        a, b = await town.add("a"), await town.add("b")
+    async def scenario(network: MemberNetwork) -> None:
+        a, b = await network.add("a"), await network.add("b")
         link = await dial(b, a)
         await asyncio.sleep(0.1)
         await link.send([data], Channel.CONTROL)
@@ -679,14 +683,14 @@ def test_a_protocol_violation_closes_the_link(run: Run, data: bytes) -> None:
         assert a.peers == set()
         assert a.lost_ones == [b.me]
 
-    run(story)
+    run(scenario)
 
 
 def test_a_bug_closes_its_link_and_not_the_node(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def story(town: Town) -> None:
-        a, b = await pair(town)
+    async def scenario(network: MemberNetwork) -> None:
+        a, b = await pair(network)
 
         def broken(*_: object, **__: object) -> None:
             raise ZeroDivisionError
@@ -699,14 +703,14 @@ def test_a_bug_closes_its_link_and_not_the_node(
         await asyncio.sleep(20)
         assert a.peers == {b.me}
 
-    run(story)
+    run(scenario)
 
 
 def test_a_bug_of_the_gate_does_not_end_the_node(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def story(town: Town) -> None:
-        a, b = await town.add("a"), await town.add("b")
+    async def scenario(network: MemberNetwork) -> None:
+        a, b = await network.add("a"), await network.add("b")
 
         def broken(*_: object) -> Credential:
             raise ZeroDivisionError
@@ -720,14 +724,14 @@ def test_a_bug_of_the_gate_does_not_end_the_node(
         await asyncio.sleep(2)
         assert a.peers == {b.me}
 
-    run(story)
+    run(scenario)
 
 
 def test_a_rejected_link_is_logged(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "meshllm")
 
-    async def story(town: Town) -> None:
-        a, b = await pair(town)
+    async def scenario(network: MemberNetwork) -> None:
+        a, b = await pair(network)
         now = asyncio.get_running_loop().time()
         removal = remove(a.store.key, a.credential.mesh, b.me, 1)
         a.links.act(a.machine.remove(removal, now))
@@ -736,22 +740,22 @@ def test_a_rejected_link_is_logged(run: Run, caplog: pytest.LogCaptureFixture) -
         assert "rejected an incoming link" in caplog.text
         assert "is removed from the mesh" in caplog.text
 
-    run(story)
+    run(scenario)
 
 
 def test_a_node_that_stops_while_rejecting_leaves_nothing(run: Run) -> None:
-    async def story(town: Town) -> None:
-        a, b = await pair(town)
+    async def scenario(network: MemberNetwork) -> None:
+        a, b = await pair(network)
         await dial(b, a)  # a second one of the same process
         await asyncio.sleep(0.015)
         await a.close()
 
-    run(story)
+    run(scenario)
 
 
 def test_a_node_that_stops_closes_its_links(run: Run) -> None:
-    async def story(town: Town) -> None:
-        a, b = await pair(town)
+    async def scenario(network: MemberNetwork) -> None:
+        a, b = await pair(network)
         link = a.links.by_peer[b.me]
         await a.close()
         with pytest.raises(LinkLost):
@@ -759,4 +763,4 @@ def test_a_node_that_stops_closes_its_links(run: Run) -> None:
         await asyncio.sleep(0.1)
         assert b.peers == set()
 
-    run(story)
+    run(scenario)

@@ -59,7 +59,7 @@ Arrived = tuple[Channel, Buffer]
 Promise = Callable[[Link, Link, Terms], Awaitable[None]]
 
 
-class House:
+class MeshMember:
     """A admission with one invitation, and one dropped meanwhile."""
 
     removals = NOBODY
@@ -130,7 +130,7 @@ def dial(
 
 
 def accept(link: Link, own: LocalIdentity = AS_HOST) -> Awaitable[SecureLink]:
-    return secure_accept(link, own, House())
+    return secure_accept(link, own, MeshMember())
 
 
 async def secured(
@@ -208,11 +208,11 @@ async def test_a_ticket_admits_and_issues_a_credential() -> None:
 
 @pytest.mark.parametrize(("own", "tickets"), [(AS_MEMBER, 1), (AS_JOINER, 2)])
 async def test_tickets_are_read_for_guests_only(own: LocalIdentity, tickets: int) -> None:
-    (one, other), house = await plain(), House()
+    (one, other), member_node = await plain(), MeshMember()
 
-    await asyncio.gather(dial(one, own), secure_accept(other, AS_HOST, house))
+    await asyncio.gather(dial(one, own), secure_accept(other, AS_HOST, member_node))
 
-    assert len(house.known) == tickets
+    assert len(member_node.known) == tickets
 
 
 async def test_messages_are_encrypted() -> None:
@@ -254,11 +254,11 @@ async def test_an_unknown_peer_gets_no_byte() -> None:
     ids=["removed", "expired", "of another"],
 )
 async def test_a_former_member_gets_no_byte(own: LocalIdentity) -> None:
-    house = House()
-    house.removals = {GUEST.node: remove(HOST, MESH, GUEST.node, NOW)}
+    member_node = MeshMember()
+    member_node.removals = {GUEST.node: remove(HOST, MESH, GUEST.node, NOW)}
     one, other = await plain()
 
-    former, host = await ends(dial(one, own), secure_accept(other, AS_HOST, house))
+    former, host = await ends(dial(one, own), secure_accept(other, AS_HOST, member_node))
 
     assert isinstance(former, HandshakeClosed)
     assert isinstance(host, NotAuthorised)
@@ -274,11 +274,11 @@ async def test_a_former_member_gets_no_byte(own: LocalIdentity) -> None:
     ],
 )
 async def test_both_sides_get_the_reason_of_a_rejection(own: LocalIdentity, words: str) -> None:
-    house = House()
-    house.refusal = NotAuthorised("late") if words == "late" else None
+    member_node = MeshMember()
+    member_node.refusal = NotAuthorised("late") if words == "late" else None
     one, other = await plain()
 
-    guest, host = await ends(dial(one, own), secure_accept(other, AS_HOST, house))
+    guest, host = await ends(dial(one, own), secure_accept(other, AS_HOST, member_node))
 
     assert type(guest) is type(host) is NotAuthorised
     assert words in str(guest) == str(host)
@@ -372,7 +372,7 @@ async def test_a_cancelled_handshake_closes_its_link() -> None:
 
 
 async def test_a_bug_while_a_link_is_accepted_closes_the_link() -> None:
-    class Broken(House):
+    class Broken(MeshMember):
         async def authorize(self, *_: object) -> Credential:
             raise ZeroDivisionError
 

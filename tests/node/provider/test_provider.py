@@ -126,7 +126,7 @@ def test_a_look_in_which_this_process_was_stopped_counts_as_any_other(
             await asyncio.sleep(stops_s)  # in virtual time
             return await super().models()
 
-    async def story() -> None:
+    async def scenario() -> None:
         looked = Stopped((FOX,), *[SILENT] * looks)
         watched = Provider(looked)
         running = asyncio.ensure_future(watched.run(lambda: None))
@@ -135,7 +135,7 @@ def test_a_look_in_which_this_process_was_stopped_counts_as_any_other(
         await asyncio.wait([running])
         assert watched.offers == offers
 
-    run_virtual(story())
+    run_virtual(scenario())
 
 
 @pytest.mark.parametrize("is_own", [True, False])
@@ -194,7 +194,7 @@ class FailingProcess(EngineProcess):
 
 
 def test_an_engine_that_ended_is_down_until_it_lists_models() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         gone = LinkLost("No engine answers")
         looked = Looked(gone, gone, (FOX,))
         watched, told = Provider(looked, FailingProcess(COMMAND)), list[str]()
@@ -205,7 +205,7 @@ def test_an_engine_that_ended_is_down_until_it_lists_models() -> None:
 
         assert told == ["its engine ended with code 1", "its engine ended with code 2", ""]
 
-    run_virtual(story())
+    run_virtual(scenario())
 
 
 @pytest.mark.parametrize("command", ["no-such-command", "true"])

@@ -35,11 +35,11 @@ def test_a_request_costs_one_message_and_one_for_each_event(
     events = [*answer()[:-1], last]
     world.add(ENTRY, FakeRing(attempts=[events]))
 
-    async def story() -> None:
+    async def scenario() -> None:
         with suppress(UserError):
             await all_of(router)
 
-    world.run(story)
+    world.run(scenario)
     kinds = Counter(type(message) for _, _, message in world.sent)
     assert kinds == {Generate: 1, AnswerEvent: len(events)}
 
@@ -47,7 +47,7 @@ def test_a_request_costs_one_message_and_one_for_each_event(
 def test_a_malformed_line_is_a_peer_fault_and_cancels_the_rest(world: World) -> None:
     router = world.add(ME, FakeRing(at=ENTRY))
 
-    async def story() -> None:
+    async def scenario() -> None:
         asking = asyncio.ensure_future(all_of(router))
         await asyncio.sleep(0.1)
         for line in (b'{"audio": "a later version"}', b"{"):
@@ -55,7 +55,7 @@ def test_a_malformed_line_is_a_peer_fault_and_cancels_the_rest(world: World) -> 
         with pytest.raises(PeerFault):
             await asking
 
-    world.run(story)
+    world.run(scenario)
     assert [type(message) for _, _, message in world.sent] == [Generate, CancelRequest]
 
 
@@ -63,11 +63,11 @@ def test_closing_cancels_on_the_entry(world: World) -> None:
     router = world.add(ME, FakeRing(at=ENTRY))
     world.add(ENTRY, FakeRing(attempts=[[Piece("a"), None]]))
 
-    async def story() -> None:
+    async def scenario() -> None:
         async with aclosing(router.generate(REQUEST)) as events:
             assert await anext(events) == Piece("a")
 
-    world.run(story)
+    world.run(scenario)
     request, cancel = [message for _, to, message in world.sent if to == ENTRY]
     assert isinstance(request, Generate)
     assert cancel == CancelRequest(request.request_id)
@@ -81,18 +81,18 @@ def test_a_client_does_not_retry_after_its_ingress(world: World) -> None:
     ring = FakeRing(at=OTHER, attempts=[[LinkLost(f"gone {n}")] for n in range(2 * ATTEMPTS)])
     world.add(OTHER, ring)
 
-    async def story() -> None:
+    async def scenario() -> None:
         with pytest.raises(LinkLost, match=f"gone {ATTEMPTS - 1}"):
             await all_of(client)
 
-    world.run(story)
+    world.run(scenario)
     assert len(ring.asked) == ATTEMPTS
 
 
 def test_lines_of_other_peers_are_ignored(world: World) -> None:
     router = world.add(ME, FakeRing(at=ENTRY))
 
-    async def story() -> None:
+    async def scenario() -> None:
         asking = asyncio.ensure_future(all_of(router))
         await asyncio.sleep(1)
         request_id = asked(world)
@@ -105,34 +105,34 @@ def test_lines_of_other_peers_are_ignored(world: World) -> None:
         )
         assert await asking == [answer_of("", 0)]
 
-    world.run(story)
+    world.run(scenario)
 
 
 def test_a_line_of_a_later_version_is_ignored(world: World) -> None:
     client = world.add(ME, FakeRing(at=ENTRY), is_client=True)
 
-    async def story() -> None:
+    async def scenario() -> None:
         asking = asyncio.ensure_future(all_of(client))
         await asyncio.sleep(1)
         for line in (b'{"longing": {"reason": "it loads"}}', event_to_json(answer_of("", 0))):
             client.receive(ENTRY, AnswerEvent(asked(world), line), is_client=False)
         assert await asking == [answer_of("", 0)]
 
-    world.run(story)
+    world.run(scenario)
 
 
 @pytest.mark.parametrize("data", [b"", b"null", b'{"piece": 1}', b"[" * 9999, b'{"answer": {}}'])
 def test_a_malformed_answer_is_a_peer_fault(world: World, data: bytes) -> None:
     router = world.add(ME, FakeRing(at=ENTRY))
 
-    async def story() -> None:
+    async def scenario() -> None:
         asking = asyncio.ensure_future(all_of(router))
         await asyncio.sleep(1)
         router.receive(ENTRY, AnswerEvent(asked(world), data), is_client=False)
         with pytest.raises(PeerFault):
             await asking
 
-    world.run(story)
+    world.run(scenario)
     assert isinstance(world.sent[-1][-1], CancelRequest)
     assert router.counts.failed == 1
 
@@ -144,7 +144,7 @@ def test_an_answer_that_overflows_the_buffer_is_retried(
     monkeypatch.setattr(remote, "MAX_UNREAD", 8 * size)
     router = world.add(ME, FakeRing(at=ENTRY))
 
-    async def story() -> None:
+    async def scenario() -> None:
         async with aclosing(router.generate(REQUEST)) as events:
             first = asyncio.ensure_future(anext(events))
             await asyncio.sleep(1)
@@ -163,7 +163,7 @@ def test_an_answer_that_overflows_the_buffer_is_retried(
             assert isinstance(await anext(events), Interruption)
             assert await anext(events) == Piece("b", (8,))
 
-    world.run(story)
+    world.run(scenario)
 
 
 @pytest.mark.parametrize("line", [b"", b"{}"])
@@ -173,7 +173,7 @@ def test_lines_without_text_fill_the_buffer_too(
     monkeypatch.setattr(remote, "MAX_UNREAD", 1024)
     router = world.add(ME, FakeRing(at=ENTRY))
 
-    async def story() -> None:
+    async def scenario() -> None:
         asking = asyncio.ensure_future(all_of(router))
         await asyncio.sleep(1)
         request_id, (call,) = asked(world), router._remote._calls.values()
@@ -183,15 +183,15 @@ def test_lines_without_text_fill_the_buffer_too(
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
 
-    world.run(story)
+    world.run(scenario)
 
 
 def test_a_prompt_with_a_surrogate_is_not_sent(world: World) -> None:
     router = world.add(ME, FakeRing(at=ENTRY))
 
-    async def story() -> None:
+    async def scenario() -> None:
         with pytest.raises(UserError, match="unpaired surrogate"):
             await all_of(router, Request(raw="\udcff"))
 
-    world.run(story)
+    world.run(scenario)
     assert not any(isinstance(message, Generate) for _, _, message in world.sent)

@@ -59,10 +59,10 @@ from tests.builders.request_world import (
 def test_the_entry_answers_itself(world: World) -> None:
     router = world.add(ME, FakeRing(attempts=[answer()]))
 
-    async def story() -> None:
+    async def scenario() -> None:
         assert await all_of(router) == answer()
 
-    world.run(story)
+    world.run(scenario)
     assert world.sent == []
     assert (router.counts.served, router.counts.failed, router.counts.tokens) == (1, 0, 5)
 
@@ -70,10 +70,10 @@ def test_the_entry_answers_itself(world: World) -> None:
 def test_neither_prompt_nor_answer_is_kept(world: World) -> None:
     router = world.add(ME, FakeRing(attempts=[answer()]))
 
-    async def story() -> None:
+    async def scenario() -> None:
         await all_of(router)
 
-    world.run(story)
+    world.run(scenario)
     assert router.counts.last is not None
     assert (router.counts.last.text, router.counts.last.tokens, router.counts.last_tokens) == (
         "",
@@ -86,10 +86,10 @@ def test_an_ingress_forwards_to_the_entry(world: World) -> None:
     router = world.add(ME, FakeRing(at=ENTRY))
     entry = world.add(ENTRY, FakeRing(attempts=[answer()]))
 
-    async def story() -> None:
+    async def scenario() -> None:
         assert await all_of(router) == answer()
 
-    world.run(story)
+    world.run(scenario)
     assert world.rings[ENTRY].asked == [REQUEST]
     assert (router.counts.served, entry.counts.served) == (1, 0)  # its ingress counts it
 
@@ -100,11 +100,11 @@ def test_an_answer_goes_on_with_what_its_name_meant_at_first(world: World) -> No
     ring.pins = {"fox": "int8"}
     router = world.add(ME, ring)
 
-    async def story() -> None:
+    async def scenario() -> None:
         async for _ in router.generate(replace(REQUEST, model="fox")):
             ring.pins["fox"] = "bf16"
 
-    world.run(story)
+    world.run(scenario)
     assert ring.models == ["int8", "int8"]
 
 
@@ -114,24 +114,24 @@ def test_a_client_uses_any_node_as_its_ingress(world: World) -> None:
     router = world.add(ME, FakeRing(at=ENTRY))
     world.add(ENTRY, FakeRing(attempts=[answer()]))
 
-    async def story() -> None:
+    async def scenario() -> None:
         assert await all_of(client) == answer()
 
-    world.run(story)
+    world.run(scenario)
     assert (client.counts.served, router.counts.served) == (1, 1)
 
 
 def test_a_client_cannot_choose_the_scope_of_another(world: World) -> None:
     router = world.add(ME, FakeRing(attempts=[answer() for _ in range(5)]))
 
-    async def story() -> None:
+    async def scenario() -> None:
         await all_of(router, replace(REQUEST, scope="of a key"))  # from this node's API server
         for peer, scope in ((OTHER, ""), (OTHER, "of a key"), (ENTRY, "of a key"), (OTHER, "")):
             request = Generate(ASK, request_to_json(replace(REQUEST, scope=scope)))
             router.receive(peer, request, is_client=True)
             await asyncio.sleep(1)
 
-    world.run(story)
+    world.run(scenario)
     own, *of_clients, again = [each.scope for each in world.rings[ME].asked]
     assert own == "of a key"
     assert len({"", own, *of_clients}) == 5
@@ -142,10 +142,10 @@ def test_only_the_entry_answers_a_node(world: World) -> None:
     world.add(ME, FakeRing(at=ENTRY, attempts=[[LinkLost("This node is not the entry")]]))
     world.add(ENTRY)
 
-    async def story() -> None:
+    async def scenario() -> None:
         world.routers[ME].receive(OTHER, Generate(ASK, request_to_json(REQUEST)), is_client=False)
 
-    world.run(story)
+    world.run(scenario)
     (told,) = world.said(OTHER)
     assert isinstance(told, LinkLost)
     assert [to for _, to, _ in world.sent] == [OTHER]  # it was not forwarded again
@@ -155,13 +155,13 @@ def test_cancelling_at_the_ingress_cancels_on_the_entry(world: World) -> None:
     router = world.add(ME, FakeRing(at=ENTRY))
     world.add(ENTRY, FakeRing(attempts=[[None]]))
 
-    async def story() -> None:
+    async def scenario() -> None:
         asking = asyncio.ensure_future(all_of(router))
         await asyncio.sleep(1)
         asking.cancel()
         await asyncio.wait([asking])
 
-    world.run(story)
+    world.run(scenario)
     assert world.rings[ENTRY].closed == 1
     assert world.said(ME) == []
 
@@ -171,7 +171,7 @@ def test_a_request_that_is_cancelled_and_whose_peer_is_lost_is_freed_on_all_rank
 ) -> None:
     router = world.add(ME, FakeRing(attempts=[[None]], frees_s=1.0))
 
-    async def story() -> None:
+    async def scenario() -> None:
         router.receive(OTHER, Generate(ASK, request_to_json(REQUEST)), is_client=False)
         await asyncio.sleep(1)
         router.receive(OTHER, CancelRequest(ASK), is_client=False)
@@ -179,18 +179,18 @@ def test_a_request_that_is_cancelled_and_whose_peer_is_lost_is_freed_on_all_rank
         router.lost(OTHER)
         await asyncio.sleep(1)
 
-    world.run(story)
+    world.run(scenario)
     assert world.rings[ME].closed == 1
 
 
 def test_a_request_cancelled_at_once_begins_nothing(world: World) -> None:
     router = world.add(ME, FakeRing(attempts=[answer()]))
 
-    async def story() -> None:
+    async def scenario() -> None:
         router.receive(OTHER, Generate(ASK, request_to_json(REQUEST)), is_client=False)
         router.receive(OTHER, CancelRequest(ASK), is_client=False)
 
-    world.run(story)
+    world.run(scenario)
     assert world.sent == []
 
 
@@ -199,21 +199,21 @@ def test_a_pause_begins_with_the_text_before_the_loss(world: World) -> None:
     ring = FakeRing(attempts=[first, answer()], frees_s=3.0)  # each ends so much later
     router = world.add(ME, ring)
 
-    async def story() -> None:
+    async def scenario() -> None:
         (pause,) = [each for each in await all_of(router) if isinstance(each, Interruption)]
         assert pause.pause_s == pytest.approx(3)
 
-    world.run(story)
+    world.run(scenario)
 
 
 def test_only_the_sender_of_a_request_can_cancel_it(world: World) -> None:
     router = world.add(ME, FakeRing(attempts=[[*answer()]]))
 
-    async def story() -> None:
+    async def scenario() -> None:
         router.receive(OTHER, Generate(ASK, request_to_json(REQUEST)), is_client=False)
         router.receive(ENTRY, CancelRequest(ASK), is_client=False)
 
-    world.run(story)
+    world.run(scenario)
     assert world.said(OTHER) == answer()
 
 
@@ -222,7 +222,7 @@ def test_a_lost_ring_loses_no_character(world: World, cut: int) -> None:
     first = [*answer()[:cut], LinkLost("gone")]
     router = world.add(ME, FakeRing(attempts=[first, answer()]))
 
-    async def story() -> None:
+    async def scenario() -> None:
         events = await all_of(router)
         assert text_of(events) == TEXT
         assert events[-1] == answer()[-1]
@@ -230,7 +230,7 @@ def test_a_lost_ring_loses_no_character(world: World, cut: int) -> None:
         told = [event for event in events if isinstance(event, Interruption)]
         assert told == [Interruption(LossCause.NODE_LOST, "they slept", 0.0)]
 
-    world.run(story)
+    world.run(scenario)
     assert (router.counts.served, router.counts.failed, router.counts.losses) == (
         1, 0, {LossCause.NODE_LOST: LossCounts(LossCause.NODE_LOST, 1, 0.0, max(0, cut - 1))},
     )  # fmt: skip
@@ -243,10 +243,10 @@ def test_an_embedding_is_asked_for_again_when_its_ring_is_lost(world: World, cut
     ring = FakeRing(attempts=[[*events[:cut], LinkLost("gone")], events])
     router = world.add(ME, ring)
 
-    async def story() -> None:
+    async def scenario() -> None:
         assert (await all_of(router))[-1] == found
 
-    world.run(story)
+    world.run(scenario)
     assert ring.asked == [REQUEST, REQUEST]
     assert router.counts.last == answer_of("", 0)
 
@@ -257,10 +257,10 @@ def test_a_loss_is_explained_by_the_rings_that_answered_before_and_after(world: 
     ring = FakeRing(attempts=[lost, answer()], replicas={"big": (ME,)}, plans=plans)
     router = world.add(ME, ring)
 
-    async def story() -> None:
+    async def scenario() -> None:
         assert text_of(await all_of(router, replace(REQUEST, model="big"))) == TEXT
 
-    world.run(story)
+    world.run(scenario)
     group = GroupId(b"big")
     assert ring.explained == [((group, plans[ME]), (group, plans[ME]))]
     assert router.counts.by_ring == {group: (router.counts.last, 5)}
@@ -276,10 +276,10 @@ def test_the_pause_after_losses_is_counted_until_the_next_text(world: World) -> 
     first: list[Event | Exception] = [*answer()[:3], LinkLost("gone")]
     router = world.add(ME, FakeRing(attempts=[first, lost, lost, answer()]))
 
-    async def story() -> None:
+    async def scenario() -> None:
         assert text_of(await all_of(router)) == TEXT
 
-    world.run(story)
+    world.run(scenario)
     delays = RETRY_DELAY_S + 2 * RETRY_DELAY_S  # the first retry is immediate
     rows = {LossCause.NODE_LOST: 30, LossCause.LINK_LOST: 5}
     other, losses = router.counts.loss_counts(rows)
@@ -294,10 +294,10 @@ def test_several_lost_rings_lose_no_character(world: World, cuts: tuple[int, ...
     attempts = [[*answer()[:cut], LinkLost("gone")] for cut in cuts]
     router = world.add(ME, FakeRing(attempts=[*attempts, answer()]))
 
-    async def story() -> None:
+    async def scenario() -> None:
         assert text_of(await all_of(router)) == TEXT
 
-    world.run(story)
+    world.run(scenario)
 
 
 @pytest.mark.parametrize("cut", range(1, 5))
@@ -305,7 +305,7 @@ def test_a_lost_link_to_the_entry_loses_no_character(world: World, cut: int) -> 
     router = world.add(ME, FakeRing(at=ENTRY))
     world.add(ENTRY, FakeRing(attempts=[[*answer()[:cut], None], answer()]))
 
-    async def story() -> None:
+    async def scenario() -> None:
         events: list[Event] = []
         async for event in router.generate(REQUEST):
             events.append(event)
@@ -314,7 +314,7 @@ def test_a_lost_link_to_the_entry_loses_no_character(world: World, cut: int) -> 
                 world.routers[ENTRY].lost(ME)
         assert text_of(events) == TEXT
 
-    world.run(story)
+    world.run(scenario)
     assert world.rings[ENTRY].closed == 2
 
 
@@ -322,10 +322,10 @@ def test_the_next_ring_is_given_the_tokens_of_the_last(world: World) -> None:
     ring = FakeRing(attempts=[[*answer()[:4], LinkLost("gone")], answer()])
     router = world.add(ME, ring)
 
-    async def story() -> None:
+    async def scenario() -> None:
         await all_of(router)
 
-    world.run(story)
+    world.run(scenario)
     assert [request.given for request in ring.asked] == [(), (0, 1, 2)]
 
 
@@ -333,11 +333,11 @@ def test_the_number_of_retries_is_limited(world: World) -> None:
     ring = FakeRing(attempts=[[LinkLost(f"gone {n}")] for n in range(ATTEMPTS + 1)])
     router = world.add(ME, ring)
 
-    async def story() -> None:
+    async def scenario() -> None:
         with pytest.raises(LinkLost, match=f"gone {ATTEMPTS - 1}"):
             await all_of(router)
 
-    world.run(story)
+    world.run(scenario)
     assert len(ring.asked) == ATTEMPTS
 
 
@@ -349,7 +349,7 @@ def test_rings_that_come_and_go_without_an_event_do_not_hold_a_request(
     ring = FakeRing(attempts=[lost, lost, answer()], loads_until=loads_until, frees_s=QUIET_S + 1.0)
     router = world.add(ME, ring)
 
-    async def story() -> None:
+    async def scenario() -> None:
         if loads_until:
             assert text_of(await all_of(router)) == TEXT
             return
@@ -357,7 +357,7 @@ def test_rings_that_come_and_go_without_an_event_do_not_hold_a_request(
             await all_of(router)
         assert len(ring.asked) == 2
 
-    world.run(story)
+    world.run(scenario)
 
 
 @pytest.mark.parametrize("first", [[], [Piece(TEXT[:3], (0,))]])
@@ -367,10 +367,10 @@ def test_a_ring_that_is_lost_after_a_long_time_without_an_event_is_followed_by_a
     ring = FakeRing(attempts=[[*first, LinkLost("gone")], answer()], frees_s=QUIET_S + 1.0)
     router = world.add(ME, ring)
 
-    async def story() -> None:
+    async def scenario() -> None:
         assert text_of(await all_of(router)) == TEXT
 
-    world.run(story)
+    world.run(scenario)
     assert len(ring.asked) == 2
 
 
@@ -380,10 +380,10 @@ def test_an_event_between_two_losses_restarts_the_time_of_a_request(world: World
     ring = FakeRing(attempts=[lost, again, again, answer()], frees_s=QUIET_S + 1.0)
     router = world.add(ME, ring)
 
-    async def story() -> None:
+    async def scenario() -> None:
         assert text_of(await all_of(router)) == TEXT
 
-    world.run(story)
+    world.run(scenario)
     assert len(ring.asked) == 4
 
 
@@ -393,14 +393,14 @@ def test_a_client_that_loses_its_ingress_retries(world: World) -> None:
     world.add(OTHER, FakeRing(at=OTHER, attempts=[[Piece(TEXT[:3], (0,)), None], answer()]))
     events: list[Event] = []
 
-    async def story() -> None:
+    async def scenario() -> None:
         asking = asyncio.ensure_future(note(client, events))
         await asyncio.sleep(1)
         client.lost(OTHER)
         world.routers[OTHER].lost(ME)
         await asking
 
-    world.run(story)
+    world.run(scenario)
     assert text_of(events) == TEXT
 
 
@@ -408,19 +408,19 @@ def test_other_errors_are_not_retried(world: World) -> None:
     router = world.add(ME, FakeRing(at=ENTRY))
     world.add(ENTRY, FakeRing(attempts=[[UserError("too long", hint="cut it")]]))
 
-    async def story() -> None:
+    async def scenario() -> None:
         with pytest.raises(UserError, match="too long") as raised:
             await all_of(router)
         assert raised.value.hint == "cut it"
 
-    world.run(story)
+    world.run(scenario)
     assert router.counts.failed == 1
 
 
 def test_waiting_for_a_ring_times_out(world: World) -> None:
     router = world.add(ME, FakeRing(at=None))
 
-    async def story() -> None:
+    async def scenario() -> None:
         began = asyncio.get_running_loop().time()
         with pytest.raises(NotServed, match="There is no ring: they sleep") as raised:
             await all_of(router)
@@ -428,18 +428,18 @@ def test_waiting_for_a_ring_times_out(world: World) -> None:
         assert raised.value.retry_s == 2 * RING_S
         assert raised.value.hint == "retry in 60 s; see `meshllm ring status`"
 
-    world.run(story)
+    world.run(scenario)
 
 
 def test_the_error_names_the_model_that_was_waited_for(world: World) -> None:
     ring = FakeRing(at=None, groups={"big": (FIRST_GROUP,)}, pins={"big": "0123456789abcdef"})
     router = world.add(ME, ring)
 
-    async def story() -> None:
+    async def scenario() -> None:
         with pytest.raises(NotServed, match="There is no ring of `big`: they sleep"):
             await all_of(router, replace(REQUEST, model="big"))
 
-    world.run(story)
+    world.run(scenario)
 
 
 def test_a_client_of_an_ingress_is_told_when_to_retry(world: World) -> None:
@@ -447,12 +447,12 @@ def test_a_client_of_an_ingress_is_told_when_to_retry(world: World) -> None:
     world.clients.add(OTHER)
     world.add(ME, FakeRing(at=None))
 
-    async def story() -> None:
+    async def scenario() -> None:
         with pytest.raises(NotServed) as raised:
             await all_of(client)
         assert raised.value.retry_s == 2 * RING_S
 
-    world.run(story)
+    world.run(scenario)
 
 
 def begun(loads_s: float) -> FakeRing:
@@ -464,14 +464,14 @@ def test_a_request_that_has_begun_waits_while_its_ring_loads(world: World) -> No
     ring = begun(500.0)
     router = world.add(ME, ring)
 
-    async def story() -> None:
+    async def scenario() -> None:
         asking = asyncio.ensure_future(all_of(router))
         await asyncio.sleep(2 * RING_S)
         assert not asking.done()
         ring.at = ME
         assert text_of(await asking) == TEXT
 
-    world.run(story)
+    world.run(scenario)
 
 
 @pytest.mark.parametrize(
@@ -484,26 +484,26 @@ def test_it_waits_no_longer_than_its_ring_may_load(
 ) -> None:
     router = world.add(ME, begun(loads_s))
 
-    async def story() -> None:
+    async def scenario() -> None:
         began = asyncio.get_running_loop().time()
         with pytest.raises(TimedOut, match="There is no ring"):
             await all_of(router)
         assert asyncio.get_running_loop().time() - began == waits_s
 
     with patch("meshllm.node.requests.router.MAX_LOADING_S", 900.0):
-        world.run(story)
+        world.run(scenario)
 
 
 def test_a_new_request_does_not_wait_for_a_ring_that_loads(world: World) -> None:
     router = world.add(ME, FakeRing(at=None, loads_until=500.0))
 
-    async def story() -> None:
+    async def scenario() -> None:
         began = asyncio.get_running_loop().time()
         with pytest.raises(TimedOut):
             await all_of(router)
         assert asyncio.get_running_loop().time() - began == RING_S
 
-    world.run(story)
+    world.run(scenario)
 
 
 def test_requests_beyond_the_limit_wait_their_turn(world: World) -> None:
@@ -518,13 +518,13 @@ def test_requests_beyond_the_limit_wait_their_turn(world: World) -> None:
             most = max(most, len(entry.peers._running))
             await asyncio.sleep(0)
 
-    async def story() -> None:
+    async def scenario() -> None:
         watching = asyncio.ensure_future(watch())
         answers = await asyncio.gather(*(all_of(router) for _ in range(count)))
         watching.cancel()
         assert [text_of(each) for each in answers] == [TEXT] * count
 
-    world.run(story)
+    world.run(scenario)
     assert most == MAX_FORWARDED
     assert (router.counts.served, router.counts.failed) == (count, 0)
 
@@ -533,7 +533,7 @@ def test_a_full_queue_refuses_and_a_place_that_is_left_is_free(world: World) -> 
     router = world.add(ME, FakeRing(at=ENTRY))
     world.add(ENTRY, FakeRing(attempts=[[None]] * MAX_FORWARDED + [answer()]))
 
-    async def story() -> None:
+    async def scenario() -> None:
         asking = [asyncio.ensure_future(all_of(router)) for _ in range(MAX_FORWARDED + MAX_WAITING)]
         await asyncio.sleep(1)
         with pytest.raises(Busy, match=f"{MAX_WAITING} are waiting"):
@@ -545,7 +545,7 @@ def test_a_full_queue_refuses_and_a_place_that_is_left_is_free(world: World) -> 
         asking[0].cancel()
         await asyncio.wait(asking)
 
-    world.run(story)
+    world.run(scenario)
     assert not any(queue._waiting for queue in router._queues.values())
 
 
@@ -564,7 +564,7 @@ def test_a_request_that_waits_for_a_ring_holds_no_place_at_its_lost_entry(world:
     router = world.add(ME, Ring(at=ENTRY, replicas={"fox": (ENTRY,), "dog": (ENTRY,)}))
     world.add(ENTRY, FakeRing(attempts=[[None]] * MAX_FORWARDED + [answer()]))
 
-    async def story() -> None:
+    async def scenario() -> None:
         endless = [asyncio.ensure_future(all_of(router, dog)) for _ in range(MAX_FORWARDED)]
         await asyncio.sleep(1)
         waiting = [asyncio.ensure_future(all_of(router, fox)) for _ in range(MAX_FORWARDED)]
@@ -579,7 +579,7 @@ def test_a_request_that_waits_for_a_ring_holds_no_place_at_its_lost_entry(world:
             each.cancel()
         await asyncio.wait(waiting)
 
-    world.run(story)
+    world.run(scenario)
 
 
 def test_queues_at_nodes_that_came_and_went_are_forgotten(world: World) -> None:
@@ -591,7 +591,7 @@ def test_queues_at_nodes_that_came_and_went_are_forgotten(world: World) -> None:
         world.add(node, FakeRing(attempts=[answer()]))
     most = 0
 
-    async def story() -> None:
+    async def scenario() -> None:
         nonlocal most
         asking = asyncio.ensure_future(all_of(router))
         await asyncio.sleep(1)
@@ -603,7 +603,7 @@ def test_queues_at_nodes_that_came_and_went_are_forgotten(world: World) -> None:
         asking.cancel()
         await asyncio.wait([asking])
 
-    world.run(story)
+    world.run(scenario)
     assert most == OWNER_S // 60
 
 
@@ -613,7 +613,7 @@ def test_requests_that_wait_are_bounded_by_their_memory(world: World) -> None:
     long = Request(raw="x" * REQUEST_BYTES, scope="a key")
     most = MAX_HELD_BYTES // size_of(long)
 
-    async def story() -> None:
+    async def scenario() -> None:
         waiting = [asyncio.ensure_future(all_of(router, long)) for _ in range(most)]
         await asyncio.sleep(1)
         with pytest.raises(Busy, match=f"{most * size_of(long)} bytes are in progress"):
@@ -626,7 +626,7 @@ def test_requests_that_wait_are_bounded_by_their_memory(world: World) -> None:
         ring.at = ME
         assert text_of(await own) == TEXT
 
-    world.run(story)
+    world.run(scenario)
 
 
 def test_the_owner_does_not_wait_behind_the_requests_of_a_key(world: World) -> None:
@@ -636,7 +636,7 @@ def test_the_owner_does_not_wait_behind_the_requests_of_a_key(world: World) -> N
     )
     of_key = replace(REQUEST, scope="a key")
 
-    async def story() -> None:
+    async def scenario() -> None:
         await all_of(router)
         endless = [asyncio.ensure_future(all_of(router, of_key)) for _ in range(3 * MAX_WAITING)]
         await asyncio.sleep(1)
@@ -648,7 +648,7 @@ def test_the_owner_does_not_wait_behind_the_requests_of_a_key(world: World) -> N
             each.cancel()
         await asyncio.wait(endless)
 
-    world.run(story)
+    world.run(scenario)
 
 
 def test_answers_that_became_long_at_another_node_leave_a_place(
@@ -660,7 +660,7 @@ def test_answers_that_became_long_at_another_node_leave_a_place(
     begun = [Piece("a", (token,)) for token in range(SHORT_ANSWER + 1)]
     world.add(ENTRY, FakeRing(attempts=[*[[*begun, None]] * places, answer()]))
 
-    async def story() -> None:
+    async def scenario() -> None:
         endless = [asyncio.ensure_future(all_of(router)) for _ in range(places)]
         await asyncio.sleep(1)
         assert text_of(await all_of(router)) == TEXT
@@ -669,7 +669,7 @@ def test_answers_that_became_long_at_another_node_leave_a_place(
             each.cancel()
         await asyncio.wait(endless)
 
-    world.run(story)
+    world.run(scenario)
 
 
 def test_the_turns_of_keys_at_another_node_are_fair_in_tokens(world: World) -> None:
@@ -679,7 +679,7 @@ def test_the_turns_of_keys_at_another_node_are_fair_in_tokens(world: World) -> N
     of_a, of_b = (replace(REQUEST, scope=key) for key in "ab")
     asked = [replace(of_a, max_tokens=2048), replace(of_b, max_tokens=64)] * 4
 
-    async def story() -> None:
+    async def scenario() -> None:
         endless = [
             asyncio.ensure_future(all_of(router, replace(REQUEST, scope="c")))
             for _ in range(MAX_FORWARDED)
@@ -693,7 +693,7 @@ def test_the_turns_of_keys_at_another_node_are_fair_in_tokens(world: World) -> N
             each.cancel()
         await asyncio.wait(endless)
 
-    world.run(story)
+    world.run(scenario)
     answered = [each.max_tokens for each in ring.asked[MAX_FORWARDED:]]
     assert answered == [64] * 4 + [2048] * 4
 
@@ -704,7 +704,7 @@ def test_a_waiting_request_goes_to_the_entry_of_its_turn(world: World) -> None:
     world.add(ENTRY, FakeRing(attempts=[[None]] * MAX_FORWARDED))
     world.add(OTHER, FakeRing(attempts=[answer()]))
 
-    async def story() -> None:
+    async def scenario() -> None:
         first = [asyncio.ensure_future(all_of(router)) for _ in range(MAX_FORWARDED)]
         await asyncio.sleep(1)
         last = asyncio.ensure_future(all_of(router))
@@ -716,7 +716,7 @@ def test_a_waiting_request_goes_to_the_entry_of_its_turn(world: World) -> None:
             each.cancel()
         await asyncio.wait(first)
 
-    world.run(story)
+    world.run(scenario)
     assert len(world.rings[OTHER].asked) == 1
 
 
@@ -730,10 +730,10 @@ def test_a_request_for_another_model_goes_to_its_provider(world: World) -> None:
     router = world.add(ME, FakeRing(provided={"fox": (ENTRY,)}))
     world.add(ENTRY, FakeRing(attempts=[answer()]))
 
-    async def story() -> None:
+    async def scenario() -> None:
         assert text_of(await all_of(router, FOX)) == TEXT
 
-    world.run(story)
+    world.run(scenario)
     assert world.rings[ENTRY].models == ["fox"]
     assert (router.counts.served, router.counts.tokens) == (1, 5)
 
@@ -741,10 +741,10 @@ def test_a_request_for_another_model_goes_to_its_provider(world: World) -> None:
 def test_a_node_asks_its_own_engine_without_a_link(world: World) -> None:
     router = world.add(ME, FakeRing(attempts=[answer()], provided={"fox": (ME,)}))
 
-    async def story() -> None:
+    async def scenario() -> None:
         assert text_of(await all_of(router, FOX)) == TEXT
 
-    world.run(story)
+    world.run(scenario)
     assert world.sent == []
 
 
@@ -758,10 +758,10 @@ def test_another_provider_answers_if_one_fails_at_once(world: World, error: Mesh
     world.add(ENTRY, FakeRing(attempts=[[error]]))
     world.add(OTHER, FakeRing(attempts=[answer()]))
 
-    async def story() -> None:
+    async def scenario() -> None:
         assert text_of(await all_of(router, FOX)) == TEXT
 
-    world.run(story)
+    world.run(scenario)
 
 
 def test_a_request_that_a_provider_finds_invalid_goes_to_no_other_one(world: World) -> None:
@@ -769,11 +769,11 @@ def test_a_request_that_a_provider_finds_invalid_goes_to_no_other_one(world: Wor
     for node in (ENTRY, OTHER):
         world.add(node, FakeRing(attempts=[[UserError("too long")]]))
 
-    async def story() -> None:
+    async def scenario() -> None:
         with pytest.raises(UserError, match="too long"):
             await all_of(router, FOX)
 
-    world.run(story)
+    world.run(scenario)
     assert sum(len(world.rings[node].asked) for node in (ENTRY, OTHER)) == 1
 
 
@@ -782,11 +782,11 @@ def test_an_answer_of_a_provider_that_has_begun_ends_with_its_error(world: World
     for node in (ENTRY, OTHER):
         world.add(node, FakeRing(attempts=[[Piece("a"), GONE]]))
 
-    async def story() -> None:
+    async def scenario() -> None:
         with pytest.raises(LinkLost, match="gone"):
             await all_of(router, FOX)
 
-    world.run(story)
+    world.run(scenario)
     assert sum(len(world.rings[node].asked) for node in (ENTRY, OTHER)) == 1
     assert router.counts.failed == 1
 
@@ -797,14 +797,14 @@ def test_the_last_error_is_told_if_all_providers_fail(world: World) -> None:
     for node, error in errors.items():
         world.add(node, FakeRing(attempts=[[error]]))
 
-    async def story() -> None:
+    async def scenario() -> None:
         with pytest.raises((LinkLost, Busy)) as told:
             await all_of(router, FOX)
         asked = [peer for _, peer, message in world.sent if isinstance(message, Generate)]
         assert {*asked} == {ENTRY, OTHER}
         assert type(told.value) is type(errors[asked[-1]])
 
-    world.run(story)
+    world.run(scenario)
 
 
 def test_a_waiting_request_goes_to_another_provider_if_its_own_is_lost(world: World) -> None:
@@ -813,7 +813,7 @@ def test_a_waiting_request_goes_to_another_provider_if_its_own_is_lost(world: Wo
     world.add(ENTRY, FakeRing(attempts=[[Piece("a"), None]] * MAX_FORWARDED))
     world.add(OTHER, FakeRing(attempts=[answer()]))
 
-    async def story() -> None:
+    async def scenario() -> None:
         first = [asyncio.ensure_future(all_of(router, FOX)) for _ in range(MAX_FORWARDED)]
         await asyncio.sleep(1)
         last = asyncio.ensure_future(all_of(router, FOX))
@@ -827,7 +827,7 @@ def test_a_waiting_request_goes_to_another_provider_if_its_own_is_lost(world: Wo
             LinkLost
         }
 
-    world.run(story)
+    world.run(scenario)
     sent = Counter(peer for _, peer, message in world.sent if isinstance(message, Generate))
     assert sent == {ENTRY: MAX_FORWARDED, OTHER: 1}
 
@@ -839,7 +839,7 @@ def test_a_provider_that_is_lost_before_the_turn_of_a_request_is_the_error_if_it
     router = world.add(ME, ring)
     world.add(ENTRY, FakeRing(attempts=[[None]] * MAX_FORWARDED))
 
-    async def story() -> None:
+    async def scenario() -> None:
         asking = [asyncio.ensure_future(all_of(router, FOX)) for _ in range(MAX_FORWARDED + 1)]
         await asyncio.sleep(1)
         ring.provided["fox"] = ()
@@ -850,7 +850,7 @@ def test_a_provider_that_is_lost_before_the_turn_of_a_request_is_the_error_if_it
             each.cancel()
         await asyncio.wait(asking)
 
-    world.run(story)
+    world.run(scenario)
 
 
 def test_requests_are_spread_over_providers_and_chats_stay_where_they_went(world: World) -> None:
@@ -859,12 +859,12 @@ def test_requests_are_spread_over_providers_and_chats_stay_where_they_went(world
         world.add(node, FakeRing(attempts=[answer()] * 6))
     chats = [replace(FOX, raw=f"{number}") for number in range(4)]
 
-    async def story() -> None:
+    async def scenario() -> None:
         await asyncio.gather(*(all_of(router, chat) for chat in chats))
         for chat in chats * 2:
             await all_of(router, chat)
 
-    world.run(story)
+    world.run(scenario)
     asked = [[each.raw for each in world.rings[node].asked] for node in (ENTRY, OTHER)]
     assert [len(each) for each in asked] == [6, 6]
     assert {*asked[0]}.isdisjoint(asked[1])
@@ -876,12 +876,12 @@ def test_a_slow_provider_gets_fewer_new_requests(world: World) -> None:
         timed = [*answer()[:-1], replace(answer_of(TEXT, 5), ms_per_token=token_ms, counted=40)]
         world.add(node, FakeRing(attempts=[timed] * 20))
 
-    async def story() -> None:
+    async def scenario() -> None:
         for begin, count in (("first", 2), ("second", 10)):
             asked = (replace(FOX, raw=f"{begin} {number}") for number in range(count))
             await asyncio.gather(*(all_of(router, each) for each in asked))
 
-    world.run(story)
+    world.run(scenario)
     assert [len(world.rings[node].asked) for node in (ENTRY, OTHER)] == [9, 3]
 
 
@@ -897,11 +897,11 @@ def test_a_model_that_nobody_provides_is_an_error(
 ) -> None:
     router = world.add(ME, FakeRing(provided=provided))
 
-    async def story() -> None:
+    async def scenario() -> None:
         with pytest.raises(kind, match=message):
             await all_of(router, replace(FOX, trusted=("entry",)))
 
-    world.run(story)
+    world.run(scenario)
     assert world.sent == []
 
 
@@ -925,23 +925,23 @@ def test_a_request_goes_to_providers_that_have_what_it_needs(
     for node in (ENTRY, OTHER, THIRD):
         world.add(node, FakeRing(attempts=[answer()] * 12))
 
-    async def story() -> None:
+    async def scenario() -> None:
         each = (replace(FOX, affinity=f"{number}", **{"raw": "?"} | needs) for number in range(12))
         texts = await asyncio.gather(*(all_of(router, request) for request in each))
         assert [text_of(events) for events in texts] == [TEXT] * 12
 
-    world.run(story)
+    world.run(scenario)
     assert {node for node in (ENTRY, OTHER, THIRD) if world.rings[node].asked} == asked
 
 
 def test_more_ids_than_every_provider_takes_are_too_long(world: World) -> None:
     router = world.add(ME, FakeRing(provided={"fox": (ENTRY, OTHER)}, offered=OFFERED))
 
-    async def story() -> None:
+    async def scenario() -> None:
         with pytest.raises(ContextTooLong, match="is 4096 tokens; the prompt has 4097"):
             await all_of(router, replace(FOX, ids=IDS))
 
-    world.run(story)
+    world.run(scenario)
     assert world.sent == []
 
 
@@ -963,7 +963,7 @@ def test_a_need_that_no_provider_meets_is_refused_with_what_there_is(
 ) -> None:
     router = world.add(ME, FakeRing(provided={"fox": (ENTRY, OTHER, THIRD)}, offered=OFFERED))
 
-    async def story() -> None:
+    async def scenario() -> None:
         with pytest.raises(WrongField) as refused:
             await all_of(router, replace(FOX, **needs))
         assert refused.value.name == param
@@ -974,7 +974,7 @@ def test_a_need_that_no_provider_meets_is_refused_with_what_there_is(
             f" and in unknown precision by provider {short(THIRD)} with unknown context"
         )
 
-    world.run(story)
+    world.run(scenario)
     assert world.sent == []
 
 
@@ -1011,10 +1011,10 @@ def test_a_request_goes_to_the_provider_of_a_ring_s_model_if_only_it_has_what_it
     for node in (ENTRY, OTHER):
         world.add(node, FakeRing(attempts=[answer()]))
 
-    async def story() -> None:
+    async def scenario() -> None:
         assert text_of(await all_of(router, replace(FOX, **needs))) == TEXT
 
-    world.run(story)
+    world.run(scenario)
     (asked,) = world.rings[at].asked
     assert asked.model == "fox"
 
@@ -1075,12 +1075,12 @@ def test_a_need_that_neither_ring_nor_provider_meets_is_refused_with_what_there_
 ) -> None:
     router = world.add(ME, FakeRing(**BESIDE))
 
-    async def story() -> None:
+    async def scenario() -> None:
         with pytest.raises(WrongField) as refused:
             await all_of(router, replace(FOX, **needs))
         assert (refused.value.name, str(refused.value)) == (f"meshllm.{param}", said)
 
-    world.run(story)
+    world.run(scenario)
     assert world.sent == []
 
 
@@ -1091,13 +1091,13 @@ def test_who_waits_for_a_ring_is_told_once_why(world: World, at: NodeId) -> None
     world.add(OTHER, FakeRing(at=ME), is_client=True)
     world.clients.add(OTHER)
 
-    async def story() -> None:
+    async def scenario() -> None:
         asking = asyncio.ensure_future(all_of(world.routers[at]))
         await asyncio.sleep(4.25 * WAITING_S)
         ring.at = ME
         assert await asking == [Waiting("they sleep"), *answer()]
 
-    world.run(story)
+    world.run(scenario)
 
 
 def test_only_a_request_for_a_ring_waits_for_it(world: World) -> None:
@@ -1106,7 +1106,7 @@ def test_only_a_request_for_a_ring_waits_for_it(world: World) -> None:
     beside: list[dict[str, Any]] = [{"min_bits": 16}, {}, {"trusted": ("other",)}]
     waiting: list[dict[str, Any]] = [{"needs_exact": True}, {"trusted": ("entry",)}]
 
-    async def story() -> None:
+    async def scenario() -> None:
         with pytest.raises(WrongField, match="by a ring that has yet to form with context 4096"):
             await all_of(router, replace(FOX, min_bits=32))
         for changes in (*beside, *waiting):
@@ -1117,7 +1117,7 @@ def test_only_a_request_for_a_ring_waits_for_it(world: World) -> None:
             assert events == (waits if changes in waiting else [])
         assert len(world.sent) == 2 * len(beside)  # a `Generate` and a `CancelRequest` for each
 
-    world.run(story)
+    world.run(scenario)
 
 
 @pytest.mark.parametrize(
@@ -1134,7 +1134,7 @@ def test_a_new_request_goes_to_a_provider_at_once_while_no_ring_of_its_name_serv
         world.add(node, FakeRing(attempts=[answer()]))
     request = replace(FOX, **needs)
 
-    async def story() -> None:
+    async def scenario() -> None:
         now = asyncio.get_running_loop().time
         begin = now()
         assert text_of(await all_of(router, request)) == TEXT
@@ -1142,7 +1142,7 @@ def test_a_new_request_goes_to_a_provider_at_once_while_no_ring_of_its_name_serv
         ring.at = ENTRY
         assert text_of(await all_of(router, replace(request, trusted=None))) == TEXT
 
-    world.run(story)
+    world.run(scenario)
     assert [each.model for each in world.rings[OTHER].asked] == ["fox"]
     assert len(world.rings[ENTRY].asked) == 1
     assert ring.used == [request.model]  # so that a ring is loaded
@@ -1167,13 +1167,13 @@ def test_what_no_provider_may_answer_waits_for_a_ring(world: World, needs: dict[
     router = world.add(ME, ring)
     world.add(ENTRY, FakeRing(attempts=[answer()]))
 
-    async def story() -> None:
+    async def scenario() -> None:
         asking = asyncio.ensure_future(all_of(router, replace(FOX, **needs)))
         await asyncio.sleep(20)
         ring.at = ENTRY
         await asking
 
-    world.run(story)
+    world.run(scenario)
     assert {peer for _, peer, _ in world.sent if peer != ME} == {ENTRY}
 
 
@@ -1190,13 +1190,13 @@ def test_a_request_that_every_provider_fails_or_refuses_waits_for_a_ring(
     world.add(OTHER, FakeRing(attempts=[[error]]))
     world.add(ENTRY, FakeRing(attempts=[answer()]))
 
-    async def story() -> None:
+    async def scenario() -> None:
         asking = asyncio.ensure_future(all_of(router, FOX))
         await asyncio.sleep(20)
         ring.at = ENTRY
         assert text_of(await asking) == TEXT
 
-    world.run(story)
+    world.run(scenario)
     assert len(world.rings[OTHER].asked) == 1
 
 
@@ -1206,11 +1206,11 @@ def test_an_answer_that_a_provider_has_begun_in_place_of_a_ring_ends_with_its_er
     router = world.add(ME, FakeRing(**BESIDE, at=None))
     world.add(OTHER, FakeRing(attempts=[[Piece("a "), MeshError("It broke")]]))
 
-    async def story() -> None:
+    async def scenario() -> None:
         with pytest.raises(MeshError, match="It broke"):
             await all_of(router, FOX)
 
-    world.run(story)
+    world.run(scenario)
     assert router.counts.failed == 1
 
 
@@ -1219,7 +1219,7 @@ def test_a_request_that_a_ring_has_accepted_stays_with_rings(world: World) -> No
     router = world.add(ME, ring)
     world.add(ENTRY, FakeRing(attempts=[[None], answer()]))
 
-    async def story() -> None:
+    async def scenario() -> None:
         asking = asyncio.ensure_future(all_of(router, FOX))
         await asyncio.sleep(1)
         ring.at = None
@@ -1230,7 +1230,7 @@ def test_a_request_that_a_ring_has_accepted_stays_with_rings(world: World) -> No
         ring.at = ENTRY
         assert text_of(await asking) == TEXT
 
-    world.run(story)
+    world.run(scenario)
     assert OTHER not in {peer for _, peer, _ in world.sent}
 
 
@@ -1240,11 +1240,11 @@ def test_a_prompt_goes_to_trusted_providers_only(world: World) -> None:
     world.add(ENTRY)
     world.add(OTHER, FakeRing(attempts=[answer(), answer()]))
 
-    async def story() -> None:
+    async def scenario() -> None:
         await all_of(router, FOX)
         await all_of(router, FOX)
 
-    world.run(story)
+    world.run(scenario)
     assert {peer for _, peer, _ in world.sent if peer != ME} == {OTHER}
 
 
@@ -1252,24 +1252,24 @@ def test_a_prompt_does_not_go_to_an_entry_that_is_not_trusted(world: World) -> N
     router = world.add(ME, FakeRing(at=ENTRY))
     world.add(ENTRY, FakeRing(attempts=[answer()]))
 
-    async def story() -> None:
+    async def scenario() -> None:
         with pytest.raises(WrongField, match="not trusted"):
             await all_of(router, replace(REQUEST, trusted=("other",)))
         await all_of(router, replace(REQUEST, trusted=("entry",)))
 
-    world.run(story)
+    world.run(scenario)
     assert world.rings[ENTRY].asked[0].trusted == (show(ENTRY), show(ME))
 
 
 def test_an_unknown_name_of_a_trusted_node_is_one_of_that_field(world: World) -> None:
     router = world.add(ME, FakeRing(at=ENTRY))
 
-    async def story() -> None:
+    async def scenario() -> None:
         with pytest.raises(WrongField, match="`nobody`") as caught:
             await all_of(router, replace(REQUEST, trusted=("nobody",)))
         assert caught.value.name == "meshllm.trust"
 
-    world.run(story)
+    world.run(scenario)
 
 
 def test_a_client_asks_only_nodes_that_it_trusts(world: World) -> None:
@@ -1277,12 +1277,12 @@ def test_a_client_asks_only_nodes_that_it_trusts(world: World) -> None:
     client = world.add(OTHER, FakeRing(at=ME), is_client=True)
     world.add(ME, FakeRing(attempts=[answer()]))
 
-    async def story() -> None:
+    async def scenario() -> None:
         with pytest.raises(WrongField, match="not one of those trusted"):
             await all_of(client, replace(REQUEST, trusted=("entry",)))
         assert text_of(await all_of(client, replace(REQUEST, trusted=("me",)))) == TEXT
 
-    world.run(story)
+    world.run(scenario)
 
 
 TWINS: dict[str, tuple[NodeId, ...]] = {"fox": (ENTRY, OTHER)}
@@ -1301,10 +1301,10 @@ def test_an_answer_goes_on_at_another_replica(world: World, cut: int) -> None:
     world.add(first, FakeRing(replicas=TWINS, attempts=[[*answer()[:cut], GONE]]))
     world.add(second, FakeRing(replicas=TWINS, attempts=[answer()]))
 
-    async def story() -> None:
+    async def scenario() -> None:
         assert text_of(await all_of(router, FOX)) == TEXT
 
-    world.run(story)
+    world.run(scenario)
 
     assert world.rings[first].models == world.rings[second].models == ["fox"]
     assert len(world.rings[second].asked[0].given) == max(0, cut - 1)
@@ -1317,7 +1317,7 @@ def test_a_request_goes_to_another_replica_at_once_if_the_first_is_busy(world: W
     world.add(first, FakeRing(replicas=TWINS, attempts=[[BUSY], [BUSY]]))
     world.add(second, FakeRing(replicas=TWINS, attempts=[answer(), [BUSY]]))
 
-    async def story() -> None:
+    async def scenario() -> None:
         now = asyncio.get_running_loop().time
         begin = now()
         events = await all_of(router, FOX)
@@ -1327,7 +1327,7 @@ def test_a_request_goes_to_another_replica_at_once_if_the_first_is_busy(world: W
             await all_of(router, FOX)
         assert now() == begin
 
-    world.run(story)
+    world.run(scenario)
     assert [len(world.rings[each].asked) for each in (first, second)] == [2, 2]
     assert (router.counts.served, router.counts.failed, router.counts.losses) == (1, 1, {})
 
@@ -1338,7 +1338,7 @@ def test_a_request_passes_a_full_queue_for_one_replica(world: World) -> None:
     world.add(OTHER, FakeRing(replicas=TWINS, attempts=[answer()] * 9))
     dog = replace(REQUEST, model="dog")
 
-    async def story() -> None:
+    async def scenario() -> None:
         count = MAX_FORWARDED + MAX_WAITING
         asking = [asyncio.ensure_future(all_of(router, dog)) for _ in range(count)]
         await asyncio.sleep(1)
@@ -1350,7 +1350,7 @@ def test_a_request_passes_a_full_queue_for_one_replica(world: World) -> None:
             each.cancel()
         await asyncio.wait(asking)
 
-    world.run(story)
+    world.run(scenario)
 
 
 def test_parallel_requests_are_spread_over_replicas(world: World) -> None:
@@ -1358,12 +1358,12 @@ def test_parallel_requests_are_spread_over_replicas(world: World) -> None:
     for entry in (ENTRY, OTHER):
         world.add(entry, FakeRing(replicas=TWINS, attempts=[answer()] * 8))
 
-    async def story() -> None:
+    async def scenario() -> None:
         texts = await asyncio.gather(*(all_of(router, FOX) for _ in range(8)))
         assert [text_of(each) for each in texts] == [TEXT] * 8
         assert [text_of(await all_of(router, FOX)) for _ in range(2)] == [TEXT] * 2
 
-    world.run(story)
+    world.run(scenario)
 
     asked = sorted(len(world.rings[entry].asked) for entry in TWINS["fox"])
     assert asked in ([4, 6], [3, 7], [2, 8])  # alike beginnings, but for the margin
@@ -1380,7 +1380,7 @@ def test_requests_that_wait_count_where_they_wait(world: World, first: NodeId, b
         ring.attempts = [[None]] * 64
     chats = [replace(FOX, raw=begin or f"{number}") for number in range(64)]
 
-    async def story() -> None:
+    async def scenario() -> None:
         asking = [asyncio.ensure_future(all_of(router, chat)) for chat in chats]
         await asyncio.sleep(1)
         waiting = len(router._queues[OTHER]._waiting)
@@ -1389,7 +1389,7 @@ def test_requests_that_wait_count_where_they_wait(world: World, first: NodeId, b
             each.cancel()
         await asyncio.wait(asking)
 
-    world.run(story)
+    world.run(scenario)
 
 
 TWO = FIRST_GROUP, GroupId(b"k" * 8 + b"\1")
@@ -1407,10 +1407,10 @@ def test_a_request_names_the_ring_to_the_entry_of_two(world: World, at: NodeId) 
         world.add(at)
     world.rings[at].attempts = [answer() for _ in range(16)]
 
-    async def story() -> None:
+    async def scenario() -> None:
         await asyncio.gather(*(all_of(router, each) for each in spread()))
 
-    world.run(story)
+    world.run(scenario)
     assert Counter(world.rings[at].named) == dict.fromkeys(TWO, 8)
 
 
@@ -1424,10 +1424,10 @@ def test_a_request_goes_to_another_ring_of_an_entry_that_left_the_first(
     gone = LinkLost("This node does not serve replica 2 of `fox` now")
     world.rings[at].attempts = [[gone], answer()]
 
-    async def story() -> None:
+    async def scenario() -> None:
         assert text_of(await all_of(router, FOX)) == TEXT
 
-    world.run(story)
+    world.run(scenario)
     first, second = world.rings[at].named
     assert {first, second} == {*TWO}
 
@@ -1438,13 +1438,13 @@ def test_who_asks_an_ingress_cannot_choose_the_ring(world: World) -> None:
         world.add(node, FakeRing(attempts=[answer(), answer()], provided={"dog": (OTHER,)}))
     named = replace(FOX, group=FIRST_GROUP.hex())
 
-    async def story() -> None:
+    async def scenario() -> None:
         await all_of(router, named)  # from this node's API server
         router.receive(THIRD, Generate(ASK, request_to_json(named)), is_client=True)
         await asyncio.sleep(1)
         await all_of(router, replace(named, model="dog"))
 
-    world.run(story)
+    world.run(scenario)
     assert world.rings[ENTRY].named == [TWO[1]] * 2
     assert world.rings[OTHER].named == [None]
 
@@ -1454,7 +1454,7 @@ def test_an_entry_picks_the_ring_for_an_ingress_of_an_earlier_version(world: Wor
     fields = json.loads(request_to_json(REQUEST))
     assert "group" not in fields
 
-    async def story() -> None:
+    async def scenario() -> None:
         router.receive(OTHER, Generate(ASK, json.dumps(fields).encode()), is_client=False)
         await asyncio.sleep(1)
         for group in ("x" * 18, TWO[1].hex()):
@@ -1462,7 +1462,7 @@ def test_an_entry_picks_the_ring_for_an_ingress_of_an_earlier_version(world: Wor
             router.receive(OTHER, Generate(ASK, wanted), is_client=False)
             await asyncio.sleep(1)
 
-    world.run(story)
+    world.run(scenario)
     assert world.rings[ME].named == [None, TWO[1]]
     (refused,) = (each for each in world.said(OTHER) if isinstance(each, MeshError))
     assert isinstance(refused, WrongField)
@@ -1475,7 +1475,7 @@ def test_a_slow_replica_gets_fewer_new_requests(world: World) -> None:
         timed = [*answer()[:-1], replace(answer_of(TEXT, 5), ms_per_token=token_ms, counted=40)]
         world.add(entry, FakeRing(replicas=TWINS, attempts=[timed] * 20))
 
-    async def story() -> None:
+    async def scenario() -> None:
         first = (replace(FOX, raw=f"first {number}") for number in range(4))
         await asyncio.gather(*(all_of(router, each) for each in first))
         for entry in TWINS["fox"]:
@@ -1483,7 +1483,7 @@ def test_a_slow_replica_gets_fewer_new_requests(world: World) -> None:
         second = (replace(FOX, raw=f"second {number}") for number in range(12))
         await asyncio.gather(*(all_of(router, each) for each in second))
 
-    world.run(story)
+    world.run(scenario)
     assert [len(world.rings[entry].asked) - 2 for entry in TWINS["fox"]] == [9, 3]
 
 
@@ -1492,12 +1492,12 @@ def test_a_prompt_goes_to_a_replica_with_a_trusted_entry(world: World) -> None:
     world.add(ENTRY, FakeRing(replicas=TWINS))
     world.add(OTHER, FakeRing(replicas=TWINS, attempts=[answer()] * 9))
 
-    async def story() -> None:
+    async def scenario() -> None:
         for number in range(9):
             request = replace(FOX, raw=f"{number}", trusted=("other",))
             assert text_of(await all_of(router, request)) == TEXT
 
-    world.run(story)
+    world.run(scenario)
     assert world.rings[ENTRY].asked == []
 
 
@@ -1507,12 +1507,12 @@ def test_a_prompt_goes_to_a_replica_whose_nodes_are_all_trusted(world: World) ->
     world.add(ENTRY, FakeRing(replicas=TWINS))
     world.add(OTHER, FakeRing(replicas=TWINS, attempts=[answer()] * 9))
 
-    async def story() -> None:
+    async def scenario() -> None:
         for number in range(9):
             request = replace(FOX, raw=f"{number}", trusted=("entry", "other"))
             assert text_of(await all_of(router, request)) == TEXT
 
-    world.run(story)
+    world.run(scenario)
     assert world.rings[ENTRY].asked == []
 
 
@@ -1528,11 +1528,11 @@ def test_an_answer_does_not_go_on_in_a_ring_with_a_stranger(world: World) -> Non
             events.append(event)
             plans[ENTRY] = _plan(ENTRY, THIRD)
 
-    async def story() -> None:
+    async def scenario() -> None:
         with pytest.raises(WrongField, match=r"nodes that are not trusted: or2hi5d$"):
             await read()
 
-    world.run(story)
+    world.run(scenario)
     assert events == answer()[:3]
     assert len(world.rings[ENTRY].asked) == 1
 
@@ -1542,7 +1542,7 @@ def test_no_node_of_a_ring_with_a_stranger_gets_a_prompt(world: World) -> None:
     router = world.add(ME, FakeRing(at=ENTRY, plans=plans))
     world.add(ENTRY, FakeRing(attempts=[answer()]))
 
-    async def story() -> None:
+    async def scenario() -> None:
         named = rf"not trusted: entry \({short(ENTRY)}\), or2hi5d$"
         with pytest.raises(WrongField, match=r"nodes that are not trusted: or2hi5d$") as refused:
             await all_of(router, replace(REQUEST, trusted=("entry", "other")))
@@ -1550,7 +1550,7 @@ def test_no_node_of_a_ring_with_a_stranger_gets_a_prompt(world: World) -> None:
             await all_of(router, replace(REQUEST, trusted=("other",)))
         assert refused.value.name == "meshllm.trust"
 
-    world.run(story)
+    world.run(scenario)
     assert world.sent == []
 
 
@@ -1559,7 +1559,7 @@ def test_an_answer_that_must_be_exact_comes_from_exact_rings_only(world: World) 
     world.add(ENTRY, FakeRing(replicas=TWINS))
     world.add(OTHER, FakeRing(replicas=TWINS, attempts=[answer()] * 9))
 
-    async def story() -> None:
+    async def scenario() -> None:
         for number in range(9):
             request = replace(FOX, raw=f"{number}", needs_exact=True)
             assert text_of(await all_of(router, request)) == TEXT
@@ -1570,7 +1570,7 @@ def test_an_answer_that_must_be_exact_comes_from_exact_rings_only(world: World) 
         assert refused.value.name == "meshllm.exact"
         assert "a lossy `--wire`" in (refused.value.hint or "")
 
-    world.run(story)
+    world.run(scenario)
     assert world.rings[ENTRY].asked == []
     assert len(world.rings[OTHER].asked) == 9
 
@@ -1582,7 +1582,7 @@ def test_a_waiting_request_does_not_go_to_a_ring_that_has_become_unfit(world: Wo
     world.add(ENTRY, FakeRing(replicas=replicas, attempts=[[None]] * MAX_FORWARDED))
     world.add(OTHER, FakeRing(replicas=replicas, attempts=[answer()]))
 
-    async def story() -> None:
+    async def scenario() -> None:
         dog = replace(REQUEST, model="dog")
         first = [asyncio.ensure_future(all_of(router, dog)) for _ in range(MAX_FORWARDED)]
         await asyncio.sleep(1)
@@ -1596,7 +1596,7 @@ def test_a_waiting_request_does_not_go_to_a_ring_that_has_become_unfit(world: Wo
             each.cancel()
         await asyncio.wait(first)
 
-    world.run(story)
+    world.run(scenario)
     assert len(world.rings[OTHER].asked) == 1
 
 
@@ -1608,7 +1608,7 @@ def test_a_request_that_goes_to_another_ring_waits_for_its_turn_there(world: Wor
         never = [[None]] * MAX_FORWARDED
         world.add(entry, FakeRing(replicas=replicas, attempts=[*never, answer()]))
 
-    async def story() -> None:
+    async def scenario() -> None:
         dogs, cats = (
             [
                 asyncio.ensure_future(all_of(router, replace(REQUEST, model=model)))
@@ -1630,7 +1630,7 @@ def test_a_request_that_goes_to_another_ring_waits_for_its_turn_there(world: Wor
             each.cancel()
         await asyncio.wait(dogs + cats)
 
-    world.run(story)
+    world.run(scenario)
     assert [len(world.rings[each].asked) for each in (ENTRY, OTHER)] == [MAX_FORWARDED + 1] * 2
 
 
@@ -1638,14 +1638,14 @@ def test_no_provider_answers_what_must_be_exact(world: World) -> None:
     router = world.add(ME, FakeRing(provided={"fox": (ENTRY,)}))
     world.add(ENTRY, FakeRing(attempts=[answer()]))
 
-    async def story() -> None:
+    async def scenario() -> None:
         with pytest.raises(
             WrongField, match=r"No ring or provider meets `meshllm\.exact`: "
         ) as refused:
             await all_of(router, replace(FOX, needs_exact=True))
         assert refused.value.name == "meshllm.exact"
 
-    world.run(story)
+    world.run(scenario)
     assert world.sent == []
 
 
@@ -1659,11 +1659,11 @@ def test_an_exact_answer_does_not_go_on_at_a_ring_that_is_not_exact(world: World
             events.append(event)
             ring.exact = frozenset()  # the next ring has another node
 
-    async def story() -> None:
+    async def scenario() -> None:
         with pytest.raises(WrongField, match="not bit-identical"):
             await answer_exactly()
 
-    world.run(story)
+    world.run(scenario)
     assert text_of(events) == TEXT[:6]
     assert len(ring.asked) == 1
 
@@ -1671,10 +1671,10 @@ def test_an_exact_answer_does_not_go_on_at_a_ring_that_is_not_exact(world: World
 def test_a_request_waits_until_its_first_event(world: World) -> None:
     router, seen = world.add(ME, FakeRing(attempts=[answer()])), list[tuple[int, int]]()
 
-    async def story() -> None:
+    async def scenario() -> None:
         async for _ in router.generate(Request(raw="hi")):
             seen.append((router.counts.active, router.counts.begun))
 
-    world.run(story)
+    world.run(scenario)
     assert set(seen) == {(1, 1)}
     assert (router.counts.active, router.counts.begun) == (0, 0)

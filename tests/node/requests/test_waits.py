@@ -36,10 +36,10 @@ class Answer:
 def told(answer: Answer, reasons: Sequence[str]) -> list[Event]:
     left = list(reasons)
 
-    async def story() -> list[Event]:
+    async def scenario() -> list[Event]:
         return [each async for each in with_wait_events(answer.events(), lambda: left.pop(0))]
 
-    found = run_virtual(story())
+    found = run_virtual(scenario())
     assert (left, answer.is_closed) == ([], True)
     return found
 
@@ -72,12 +72,12 @@ def test_an_error_ends_the_wait() -> None:
 def test_who_leaves_ends_the_answer() -> None:
     answer = Answer(9 * WAITING_S)
 
-    async def story() -> None:
+    async def scenario() -> None:
         async with aclosing(with_wait_events(answer.events(), lambda: "it loads")) as events:
             assert await anext(events) == Waiting("it loads")
         assert answer.is_closed
 
-    run_virtual(story())
+    run_virtual(scenario())
 
 
 def test_the_end_of_a_wait_is_told_once() -> None:

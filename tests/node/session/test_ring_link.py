@@ -84,7 +84,7 @@ async def hear(link: contract.Link) -> list[Message]:
 
 
 def test_messages_go_both_ways_after_a_hello() -> None:
-    async def story() -> tuple[list[Delivered], list[Message], MeshError]:
+    async def scenario() -> tuple[list[Delivered], list[Message], MeshError]:
         ours, theirs = await pair()
         peer, delivered = ring_link_on(ours), list[Delivered]()
         peer.post(Forward(CANCEL))
@@ -95,7 +95,7 @@ def test_messages_go_both_ways_after_a_hello() -> None:
         reason = await running
         return delivered, await hear(theirs), reason
 
-    delivered, heard, reason = run_virtual(story())
+    delivered, heard, reason = run_virtual(scenario())
 
     assert delivered == [GAP]
     assert heard[0] == Hello(OURS, 1, PLAN)
@@ -105,7 +105,7 @@ def test_messages_go_both_ways_after_a_hello() -> None:
 
 
 def test_a_silent_neighbour_is_lost_before_its_link_is_closed() -> None:
-    async def story() -> tuple[MeshError, float]:
+    async def scenario() -> tuple[MeshError, float]:
         ours, theirs = await pair()
         ended = list[None]()
         machine = NeighbourLink(Hello(OURS, 1, PLAN), peer=THEIRS)
@@ -117,14 +117,14 @@ def test_a_silent_neighbour_is_lost_before_its_link_is_closed() -> None:
         assert ended == [None]
         return reason, asyncio.get_running_loop().time() - begin
 
-    reason, took_s = run_virtual(story())
+    reason, took_s = run_virtual(scenario())
 
     assert isinstance(reason, LinkLost)
     assert took_s == pytest.approx(SILENCE)
 
 
 def test_only_a_neighbour_of_the_same_plan_is_blamed_for_what_it_sends() -> None:
-    async def story(*messages: Message) -> int:
+    async def scenario(*messages: Message) -> int:
         ours, theirs = await pair()
         faults = list[None]()
         peer = ring_link_on(ours, lambda: faults.append(None))
@@ -134,8 +134,8 @@ def test_only_a_neighbour_of_the_same_plan_is_blamed_for_what_it_sends() -> None
         assert isinstance(await running, PeerFault)
         return len(faults)
 
-    assert run_virtual(story(Hello(THEIRS, 1, PLAN), Heartbeat(1, 0, 0))) == 1
-    assert run_virtual(story(Hello(THEIRS, 2, PLAN))) == 0  # not this one's plan, or not yet
+    assert run_virtual(scenario(Hello(THEIRS, 1, PLAN), Heartbeat(1, 0, 0))) == 1
+    assert run_virtual(scenario(Hello(THEIRS, 2, PLAN))) == 0  # not this one's plan, or not yet
 
 
 async def delivered_of(
@@ -185,7 +185,7 @@ def test_thousands_of_invalid_messages_end_the_link_or_are_dropped() -> None:
 
 
 def test_a_neighbour_is_not_blamed_for_what_was_altered_on_the_way() -> None:
-    async def story() -> int:
+    async def scenario() -> int:
         ours, theirs = await pair()
         faults = list[None]()
         peer = ring_link_on(Altered(ours), lambda: faults.append(None))
@@ -195,7 +195,7 @@ def test_a_neighbour_is_not_blamed_for_what_was_altered_on_the_way() -> None:
         assert isinstance(await running, PeerFault)
         return len(faults)
 
-    assert run_virtual(story()) == 0
+    assert run_virtual(scenario()) == 0
 
 
 class Altered:
@@ -213,7 +213,7 @@ class Altered:
 
 
 def test_session_messages_wait_for_the_handshake() -> None:
-    async def story() -> list[Message]:
+    async def scenario() -> list[Message]:
         ours, theirs = await pair()
         peer = ring_link_on(ours)
         peer.post(Forward(CANCEL))
@@ -221,13 +221,13 @@ def test_session_messages_wait_for_the_handshake() -> None:
         await peer.run(lambda _: None)  # until it is silent for too long
         return await hear(theirs)
 
-    heard = run_virtual(story())
+    heard = run_virtual(scenario())
 
     assert {type(message) for message in heard} == {Hello, Heartbeat}
 
 
 def test_a_message_leaves_at_once_if_the_queues_are_empty_else_in_order() -> None:
-    async def story() -> tuple[list[int], list[Message]]:
+    async def scenario() -> tuple[list[int], list[Message]]:
         ours, theirs = await pair()
         peer, sent = ring_link_on(ours), []
         running = asyncio.create_task(peer.run(lambda _: None))
@@ -246,14 +246,14 @@ def test_a_message_leaves_at_once_if_the_queues_are_empty_else_in_order() -> Non
             await running
         return sent, await hear(theirs)
 
-    sent, heard = run_virtual(story())
+    sent, heard = run_virtual(scenario())
 
     assert sent == [3, 3, 3]  # a Hello, a Beat and the first message
     assert heard[2:] == [CANCEL, Heartbeat(7, 0, 0), GAP, CANCEL]
 
 
 def test_a_failed_offer_ends_the_link_and_not_its_caller() -> None:
-    async def story() -> BaseException | None:
+    async def scenario() -> BaseException | None:
         ours, theirs = await pair()
         peer = ring_link_on(ours)
         running = asyncio.create_task(peer.run(lambda _: None))
@@ -267,24 +267,24 @@ def test_a_failed_offer_ends_the_link_and_not_its_caller() -> None:
         peer.post(Forward(CANCEL))
         return await running
 
-    assert "too many were cancelled" in str(run_virtual(story()))
+    assert "too many were cancelled" in str(run_virtual(scenario()))
 
 
 def test_silence_is_loss() -> None:
-    async def story() -> tuple[float, MeshError]:
+    async def scenario() -> tuple[float, MeshError]:
         ours, theirs = await pair()
         await say(theirs, Hello(THEIRS, 1, PLAN))
         reason = await ring_link_on(ours).run(lambda _: None)
         return asyncio.get_running_loop().time(), reason
 
-    at, reason = run_virtual(story())
+    at, reason = run_virtual(scenario())
 
     assert isinstance(reason, LinkLost)
     assert at == SILENCE
 
 
 def test_a_neighbour_that_stops_reading_is_lost_too() -> None:
-    async def story() -> MeshError:
+    async def scenario() -> MeshError:
         ours, theirs = await pair()
         peer = ring_link_on(ours)
         await say(theirs, Hello(THEIRS, 1, PLAN), Heartbeat(1, 0, 0))
@@ -292,11 +292,11 @@ def test_a_neighbour_that_stops_reading_is_lost_too() -> None:
             peer.post(Forward(CANCEL))
         return await peer.run(lambda _: None)
 
-    assert "No message" in str(run_virtual(story()))
+    assert "No message" in str(run_virtual(scenario()))
 
 
 def test_beats_do_not_pile_up_before_a_neighbour_that_does_not_read() -> None:
-    async def story() -> tuple[int, bool]:
+    async def scenario() -> tuple[int, bool]:
         ours, theirs = await pair()
         peer = ring_link_on(ours)
         await say(theirs, Hello(THEIRS, 1, PLAN), Heartbeat(1, 0, 0))
@@ -310,7 +310,7 @@ def test_beats_do_not_pile_up_before_a_neighbour_that_does_not_read() -> None:
         running.cancel()
         return len(peer._own), alive
 
-    waiting, alive = run_virtual(story())
+    waiting, alive = run_virtual(scenario())
 
     assert alive
     assert waiting <= 1
@@ -322,7 +322,7 @@ def test_what_a_neighbour_does_not_read_is_bounded(
 ) -> None:
     monkeypatch.setattr(ring_link, "MAX_QUEUED_BYTES", 64 << 20)
 
-    async def story() -> tuple[MeshError, int, bool]:
+    async def scenario() -> tuple[MeshError, int, bool]:
         ours, theirs = await pair()
         peer = ring_link_on(ours)
         running = asyncio.create_task(peer.run(lambda _: None))
@@ -337,7 +337,7 @@ def test_what_a_neighbour_does_not_read_is_bounded(
         reason = await running
         return reason, peer.queued_bytes, alive
 
-    reason, waiting, alive = run_virtual(story())
+    reason, waiting, alive = run_virtual(scenario())
 
     assert alive
     assert "More than 64 MiB wait" in str(reason)
@@ -346,7 +346,7 @@ def test_what_a_neighbour_does_not_read_is_bounded(
 
 @pytest.mark.parametrize(("held", "ends"), [(4096, False), (32 << 20, True)])
 def test_what_the_rank_holds_leaves_less_room_for_messages_that_wait(held: int, ends: bool) -> None:
-    async def story() -> bool:
+    async def scenario() -> bool:
         ours, theirs = await pair()
         peer = ring_link_on(ours)
         peer.share(64 << 20, lambda: held)
@@ -360,7 +360,7 @@ def test_what_the_rank_holds_leaves_less_room_for_messages_that_wait(held: int, 
         running.cancel()
         return has_ended
 
-    assert run_virtual(story()) is ends
+    assert run_virtual(scenario()) is ends
 
 
 def test_a_link_on_which_too_much_has_waited_ends_even_if_the_neighbour_reads_again(
@@ -368,7 +368,7 @@ def test_a_link_on_which_too_much_has_waited_ends_even_if_the_neighbour_reads_ag
 ) -> None:
     monkeypatch.setattr(ring_link, "MAX_QUEUED_BYTES", 64 << 20)
 
-    async def story() -> tuple[MeshError, list[Message]]:
+    async def scenario() -> tuple[MeshError, list[Message]]:
         ours, theirs = await pair()
         peer = ring_link_on(ours)
         running = asyncio.create_task(peer.run(lambda _: None))
@@ -379,7 +379,7 @@ def test_a_link_on_which_too_much_has_waited_ends_even_if_the_neighbour_reads_ag
         heard = asyncio.create_task(hear(theirs))
         return await running, await heard
 
-    reason, heard = run_virtual(story())
+    reason, heard = run_virtual(scenario())
 
     assert "More than 64 MiB wait" in str(reason)
     positions = [each.pos for each in heard if isinstance(each, Data)]
@@ -389,7 +389,7 @@ def test_a_link_on_which_too_much_has_waited_ends_even_if_the_neighbour_reads_ag
 def test_rows_that_the_next_rank_would_drop_are_not_sent() -> None:
     other = SessionId(b"o" * 16)
 
-    async def story() -> list[Message]:
+    async def scenario() -> list[Message]:
         ours, theirs = await pair()
         peer = ring_link_on(ours)
         for gen in (1, 2):
@@ -404,7 +404,7 @@ def test_rows_that_the_next_rank_would_drop_are_not_sent() -> None:
         running.cancel()
         return await hear(theirs)
 
-    heard = [each for each in run_virtual(story()) if not isinstance(each, Hello | Heartbeat)]
+    heard = [each for each in run_virtual(scenario()) if not isinstance(each, Hello | Heartbeat)]
 
     assert heard == [CANCEL, Close(other, 1), replace(rows(2), gen=2)]
 
@@ -412,7 +412,7 @@ def test_rows_that_the_next_rank_would_drop_are_not_sent() -> None:
 def test_messages_that_are_sent_do_not_count_as_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ring_link, "MAX_QUEUED_BYTES", 4096)
 
-    async def story() -> int:
+    async def scenario() -> int:
         ours, theirs = await pair()
         peer = ring_link_on(ours)
         running = asyncio.create_task(peer.run(lambda _: None))
@@ -426,24 +426,24 @@ def test_messages_that_are_sent_do_not_count_as_waiting(monkeypatch: pytest.Monk
         running.cancel()
         return sum(isinstance(each, Cancel) for each in await heard)
 
-    assert run_virtual(story()) == 38
+    assert run_virtual(scenario()) == 38
 
 
 def test_a_neighbour_of_another_plan_is_refused() -> None:
-    async def story() -> MeshError:
+    async def scenario() -> MeshError:
         ours, theirs = await pair()
         await say(theirs, Hello(THEIRS, 2, PLAN))
         return await ring_link_on(ours).run(lambda _: None)
 
-    assert "epoch 2" in str(run_virtual(story()))
+    assert "epoch 2" in str(run_virtual(scenario()))
 
 
 def test_the_next_rank_may_not_send_against_the_ring() -> None:
-    async def story() -> MeshError:
+    async def scenario() -> MeshError:
         (before, before_them), (after, after_them) = await pair(), await pair()
         for link in (before_them, after_them):
             await say(link, Hello(THEIRS, 1, PLAN))
         await say(after_them, GAP)
         return await Neighbours(ring_link_on(before), ring_link_on(after)).run(lambda _: None)
 
-    assert "against the direction" in str(run_virtual(story()))
+    assert "against the direction" in str(run_virtual(scenario()))

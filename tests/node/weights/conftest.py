@@ -1,4 +1,4 @@
-"""Nodes with a model, in a town with a slow network."""
+"""Nodes with a model, in a slow network."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,8 +9,8 @@ import pytest
 from meshllm.model.files.source import Source, open_folder
 from meshllm.testing.clock import run_virtual
 from meshllm_loopback import LoopbackTransport, TrafficShape
-from tests.builders.mesh_members import town
-from tests.builders.weight_nodes import Nodes, Story
+from tests.builders.mesh_members import network
+from tests.builders.weight_nodes import Nodes, Scenario
 
 
 @pytest.fixture
@@ -19,16 +19,18 @@ def source(llama: Path) -> Source:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Callable[[Story], None]:
-    """Run a story in a town with a slow network; check that no task is left."""
+def run(tmp_path: Path) -> Callable[[Scenario], None]:
+    """Run a scenario in a slow network; check that no task is left."""
 
-    async def main(story: Story) -> None:
-        async with town(tmp_path / "town", LoopbackTransport(TrafficShape(delay_s=0.01))) as made:
-            await story(made)
+    async def main(scenario: Scenario) -> None:
+        async with network(
+            tmp_path / "network", LoopbackTransport(TrafficShape(delay_s=0.01))
+        ) as made:
+            await scenario(made)
         await asyncio.sleep(2)
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
-    return lambda story: run_virtual(main(story))
+    return lambda scenario: run_virtual(main(scenario))
 
 
 @pytest.fixture

@@ -19,15 +19,15 @@ from meshllm.node.weights import WeightFetcher, fetcher
 from meshllm.protocol.trust.credential import Role
 from meshllm.protocol.weights.codec import FileChunk, FileRefused, FileSize, WantFile, WeightMessage
 from meshllm.testing.models import tiny_model
-from tests.builders.mesh_members import House, Town
-from tests.builders.weight_nodes import LAYERS, Nodes, Story, at_once, checked, digest_of
+from tests.builders.mesh_members import MemberNetwork, MeshMember
+from tests.builders.weight_nodes import LAYERS, Nodes, Scenario, at_once, checked, digest_of
 
 
 def test_a_model_is_described_and_its_parts_are_fetched(
-    run: Callable[[Story], None], nodes: Nodes, tmp_path: Path
+    run: Callable[[Scenario], None], nodes: Nodes, tmp_path: Path
 ) -> None:
-    async def story(town: Town) -> None:
-        _, barn = await nodes.meet(town, "barn")
+    async def scenario(network: MemberNetwork) -> None:
+        _, barn = await nodes.meet(network, "barn")
         place = await nodes.describe(barn)
         await nodes.fetch([1, 4, LAYERS], barn)
 
@@ -43,31 +43,31 @@ def test_a_model_is_described_and_its_parts_are_fetched(
         assert not nodes.fetcher.collects(nodes.source.folder)
         assert place.folder == (await nodes.describe()).folder  # asks nobody again
 
-    run(story)
+    run(scenario)
 
 
 def test_parts_come_from_several_holders_each_once(
-    run: Callable[[Story], None], nodes: Nodes
+    run: Callable[[Scenario], None], nodes: Nodes
 ) -> None:
-    async def story(town: Town) -> None:
-        _, barn, cellar = await nodes.meet(town, "barn", "cellar")
+    async def scenario(network: MemberNetwork) -> None:
+        _, barn, cellar = await nodes.meet(network, "barn", "cellar")
         await nodes.describe(barn)
-        for house in (barn, cellar):
-            nodes.scripted(house, nodes.true)
+        for member_node in (barn, cellar):
+            nodes.scripted(member_node, nodes.true)
         await nodes.fetch(range(LAYERS), barn, cellar)
 
         assert nodes.here == list(range(LAYERS))
         assert sorted(name for _, name, _ in nodes.asked) == [*map(part_name, range(LAYERS))]
         assert {node for node, _, _ in nodes.asked} == {barn.me, cellar.me}
 
-    run(story)
+    run(scenario)
 
 
 def test_a_part_continues_where_another_holder_stopped(
-    run: Callable[[Story], None], nodes: Nodes
+    run: Callable[[Scenario], None], nodes: Nodes
 ) -> None:
-    async def story(town: Town) -> None:
-        _, barn, cellar = await nodes.meet(town, "barn", "cellar")
+    async def scenario(network: MemberNetwork) -> None:
+        _, barn, cellar = await nodes.meet(network, "barn", "cellar")
         await nodes.describe(barn)
         nodes.scripted(
             barn, lambda want: [*nodes.true(want)[:1], FileChunk(b"\0" * 8), FileRefused("no")]
@@ -80,7 +80,7 @@ def test_a_part_continues_where_another_holder_stopped(
         assert nodes.asked == [(cellar.me, part_name(2), 1000)]
         assert nodes.here == [2]
 
-    run(story)
+    run(scenario)
 
 
 @pytest.mark.parametrize(
@@ -94,13 +94,13 @@ def test_a_part_continues_where_another_holder_stopped(
     ids=["whole", "of other weights", "whole of other weights", "longer"],
 )
 def test_what_a_node_that_died_has_left_is_continued_or_begun_again(
-    run: Callable[[Story], None],
+    run: Callable[[Scenario], None],
     nodes: Nodes,
     left: Callable[[bytes], bytes],
     offsets: list[int | None],
 ) -> None:
-    async def story(town: Town) -> None:
-        _, barn = await nodes.meet(town, "barn")
+    async def scenario(network: MemberNetwork) -> None:
+        _, barn = await nodes.meet(network, "barn")
         await nodes.describe(barn)
         nodes.scripted(barn, nodes.true)
         file = ModelParts(nodes.source).open(part_name(2))
@@ -115,7 +115,7 @@ def test_what_a_node_that_died_has_left_is_continued_or_begun_again(
         assert nodes.here == [2]
         assert not place.partial(part_name(2)).exists()
 
-    run(story)
+    run(scenario)
 
 
 @pytest.mark.parametrize(
@@ -134,13 +134,13 @@ def test_what_a_node_that_died_has_left_is_continued_or_begun_again(
     ],
 )
 def test_a_holder_that_sends_something_else_is_given_up(
-    run: Callable[[Story], None],
+    run: Callable[[Scenario], None],
     nodes: Nodes,
     answer: Callable[[WantFile, list[WeightMessage]], list[WeightMessage]],
     reason: str,
 ) -> None:
-    async def story(town: Town) -> None:
-        _, barn, cellar = await nodes.meet(town, "barn", "cellar")
+    async def scenario(network: MemberNetwork) -> None:
+        _, barn, cellar = await nodes.meet(network, "barn", "cellar")
         await nodes.describe(cellar)
         nodes.scripted(barn, lambda want: answer(want, nodes.true(want)))
         with pytest.raises(ModelError, match=reason):
@@ -150,15 +150,15 @@ def test_a_holder_that_sends_something_else_is_given_up(
         await nodes.fetch([1], cellar)
         assert nodes.here == [1]
 
-    run(story)
+    run(scenario)
 
 
 SMALL = 1024  # bytes of a chunk
 
 
-async def slow_and_fast(nodes: Nodes, town: Town) -> tuple[House, House]:
+async def slow_and_fast(nodes: Nodes, network: MemberNetwork) -> tuple[MeshMember, MeshMember]:
     """Return two holders, of which the first takes 20 s for each chunk."""
-    _, slow, fast = await nodes.meet(town, "barn", "cellar")
+    _, slow, fast = await nodes.meet(network, "barn", "cellar")
     await nodes.describe(fast)
     nodes.sending_slowly(slow, SMALL, pause_s=20.0)
     nodes.sending_slowly(fast, SMALL, pause_s=0.01)
@@ -166,10 +166,10 @@ async def slow_and_fast(nodes: Nodes, town: Town) -> tuple[House, House]:
 
 
 def test_a_part_of_a_holder_that_is_much_slower_than_an_idle_one_comes_from_that(
-    run: Callable[[Story], None], nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+    run: Callable[[Scenario], None], nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def story(town: Town) -> None:
-        barn, cellar = await slow_and_fast(nodes, town)
+    async def scenario(network: MemberNetwork) -> None:
+        barn, cellar = await slow_and_fast(nodes, network)
         monkeypatch.setattr(fetcher, "CHUNK_BYTES", SMALL)
         wanted = {part: nodes.digests[part] for part in range(4)}
         holders = {barn.me: frozenset(range(4)), cellar.me: frozenset(range(3))}
@@ -184,18 +184,18 @@ def test_a_part_of_a_holder_that_is_much_slower_than_an_idle_one_comes_from_that
             (barn.me, part_name(3), 0),
         ]
 
-    run(story)
+    run(scenario)
 
 
 @pytest.mark.parametrize("is_refused", [False, True], ids=["sent", "refused"])
 def test_a_part_that_takes_long_comes_from_an_idle_holder_that_was_not_tried_if_that_sends_it(
-    run: Callable[[Story], None],
+    run: Callable[[Scenario], None],
     nodes: Nodes,
     monkeypatch: pytest.MonkeyPatch,
     is_refused: bool,
 ) -> None:
-    async def story(town: Town) -> None:
-        barn, cellar = await slow_and_fast(nodes, town)
+    async def scenario(network: MemberNetwork) -> None:
+        barn, cellar = await slow_and_fast(nodes, network)
         monkeypatch.setattr(fetcher, "CHUNK_BYTES", SMALL)
         if is_refused:
             nodes.scripted(cellar, lambda want: [FileRefused("busy")])
@@ -209,14 +209,14 @@ def test_a_part_that_takes_long_comes_from_an_idle_holder_that_was_not_tried_if_
             *again,
         ]
 
-    run(story)
+    run(scenario)
 
 
 def test_a_description_of_another_model_is_refused(
-    run: Callable[[Story], None], nodes: Nodes, tmp_path: Path
+    run: Callable[[Scenario], None], nodes: Nodes, tmp_path: Path
 ) -> None:
-    async def story(town: Town) -> None:
-        _, barn, cellar = await nodes.meet(town, "barn", "cellar")
+    async def scenario(network: MemberNetwork) -> None:
+        _, barn, cellar = await nodes.meet(network, "barn", "cellar")
         other = ModelParts(tiny_model(tmp_path / "gpt2", "gpt2"))
 
         def answer(want: WantFile) -> list[WeightMessage]:
@@ -230,14 +230,14 @@ def test_a_description_of_another_model_is_refused(
 
         assert (await nodes.describe(barn, cellar)).is_described
 
-    run(story)
+    run(scenario)
 
 
 def test_a_holder_that_describes_a_model_slowly_is_asked_only_if_it_is_the_last(
-    run: Callable[[Story], None], nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+    run: Callable[[Scenario], None], nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def story(town: Town) -> None:
-        _, barn, cellar = await nodes.meet(town, "barn", "cellar")
+    async def scenario(network: MemberNetwork) -> None:
+        _, barn, cellar = await nodes.meet(network, "barn", "cellar")
         monkeypatch.setattr(fetcher, "CHUNK_BYTES", SMALL)
         nodes.sending_slowly(barn, SMALL, pause_s=29.0)
         loop = asyncio.get_running_loop()
@@ -252,14 +252,14 @@ def test_a_holder_that_describes_a_model_slowly_is_asked_only_if_it_is_the_last(
         assert (await nodes.describe(barn)).is_described
         assert loop.time() - begin > 100
 
-    run(story)
+    run(scenario)
 
 
 def test_a_file_of_a_holder_that_failed_is_not_part_of_the_model(
-    run: Callable[[Story], None], nodes: Nodes
+    run: Callable[[Scenario], None], nodes: Nodes
 ) -> None:
-    async def story(town: Town) -> None:
-        _, barn, cellar = await nodes.meet(town, "barn", "cellar")
+    async def scenario(network: MemberNetwork) -> None:
+        _, barn, cellar = await nodes.meet(network, "barn", "cellar")
         listing = json.loads(ModelParts(nodes.source).listing().header)
         template = "chat_template.jinja"
         assert template not in listing["files"]
@@ -277,12 +277,12 @@ def test_a_file_of_a_holder_that_failed_is_not_part_of_the_model(
         assert place.is_described
         assert not (place.folder / template).exists()
 
-    run(story)
+    run(scenario)
 
 
-def test_a_listing_of_other_parts_is_refused(run: Callable[[Story], None], nodes: Nodes) -> None:
-    async def story(town: Town) -> None:
-        _, barn, cellar = await nodes.meet(town, "barn", "cellar")
+def test_a_listing_of_other_parts_is_refused(run: Callable[[Scenario], None], nodes: Nodes) -> None:
+    async def scenario(network: MemberNetwork) -> None:
+        _, barn, cellar = await nodes.meet(network, "barn", "cellar")
         listing = json.loads(ModelParts(nodes.source).listing().header)
         weights = {name: (part + 1) % LAYERS for name, part in listing["weights"].items()}
         lie = json.dumps(listing | {"weights": weights}).encode()
@@ -300,12 +300,12 @@ def test_a_listing_of_other_parts_is_refused(run: Callable[[Story], None], nodes
         await nodes.fetch([1], cellar)
         assert nodes.here == [1]
 
-    run(story)
+    run(scenario)
 
 
-def test_a_model_that_nobody_describes(run: Callable[[Story], None], nodes: Nodes) -> None:
-    async def story(town: Town) -> None:
-        _, barn = await nodes.meet(town, "barn")
+def test_a_model_that_nobody_describes(run: Callable[[Scenario], None], nodes: Nodes) -> None:
+    async def scenario(network: MemberNetwork) -> None:
+        _, barn = await nodes.meet(network, "barn")
         nodes.charter = replace(nodes.charter, config_digest=Digest(b"?" * 32))
 
         with pytest.raises(ModelError, match="no node of the mesh has it"):
@@ -315,17 +315,17 @@ def test_a_model_that_nobody_describes(run: Callable[[Story], None], nodes: Node
         with pytest.raises(ModelError, match="no node of the mesh has them"):
             await nodes.fetch([1])
 
-    run(story)
+    run(scenario)
 
 
 def test_a_full_disk_ends_the_fetching_and_is_not_blamed_on_holders(
-    run: Callable[[Story], None],
+    run: Callable[[Scenario], None],
     nodes: Nodes,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def story(town: Town) -> None:
-        _, barn = await nodes.meet(town, "barn")
+    async def scenario(network: MemberNetwork) -> None:
+        _, barn = await nodes.meet(network, "barn")
         reason = "cannot be fetched: This node has too little space: .* has 0 bytes left"
         with monkeypatch.context() as full:
             full.setattr("meshllm.model.files.parts.FREE_BYTES", 1 << 60)
@@ -336,42 +336,42 @@ def test_a_full_disk_ends_the_fetching_and_is_not_blamed_on_holders(
         with pytest.raises(ModelError, match=reason):
             await nodes.fetch([1], barn)
 
-    run(story)
+    run(scenario)
     assert "sent no" not in caplog.text
 
 
 def test_a_folder_that_vanishes_ends_the_fetching(
-    run: Callable[[Story], None], nodes: Nodes
+    run: Callable[[Scenario], None], nodes: Nodes
 ) -> None:
-    async def story(town: Town) -> None:
-        _, barn = await nodes.meet(town, "barn")
+    async def scenario(network: MemberNetwork) -> None:
+        _, barn = await nodes.meet(network, "barn")
         place = await nodes.describe(barn)
         shutil.rmtree(place.folder)
         with pytest.raises(ModelError, match="cannot be written"):
             await nodes.fetch([1], barn)
 
-    run(story)
+    run(scenario)
 
 
 def test_a_disk_that_fails_is_not_blamed_on_holders(
-    run: Callable[[Story], None], nodes: Nodes, caplog: pytest.LogCaptureFixture
+    run: Callable[[Scenario], None], nodes: Nodes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def story(town: Town) -> None:
-        _, barn, cellar = await nodes.meet(town, "barn", "cellar")
+    async def scenario(network: MemberNetwork) -> None:
+        _, barn, cellar = await nodes.meet(network, "barn", "cellar")
         place = await nodes.describe(barn)
         place.partial(part_name(1)).mkdir()
         with pytest.raises(ModelError, match=r"^`[^`]*` cannot be written"):
             await nodes.fetch([1], barn, cellar)
 
-    run(story)
+    run(scenario)
     assert "sent no weights" not in caplog.text
 
 
 def test_nodes_that_share_a_folder_fetch_each_part_once(
-    run: Callable[[Story], None], nodes: Nodes
+    run: Callable[[Scenario], None], nodes: Nodes
 ) -> None:
-    async def story(town: Town) -> None:
-        attic, barn = await nodes.meet(town, "barn")
+    async def scenario(network: MemberNetwork) -> None:
+        attic, barn = await nodes.meet(network, "barn")
         other = WeightFetcher(attic.links.dial_weights, nodes.folder, digest_of, checked, at_once)
         await asyncio.gather(nodes.describe(barn), other.describe(nodes.charter, [barn.me]))
         nodes.scripted(barn, nodes.true)
@@ -385,14 +385,14 @@ def test_nodes_that_share_a_folder_fetch_each_part_once(
         assert sorted(name for _, name, _ in nodes.asked) == [*map(part_name, range(LAYERS))]
         assert nodes.here == list(range(LAYERS))
 
-    run(story)
+    run(scenario)
 
 
 def test_a_model_whose_index_is_cut_is_described_again(
-    run: Callable[[Story], None], nodes: Nodes
+    run: Callable[[Scenario], None], nodes: Nodes
 ) -> None:
-    async def story(town: Town) -> None:
-        _, barn = await nodes.meet(town, "barn")
+    async def scenario(network: MemberNetwork) -> None:
+        _, barn = await nodes.meet(network, "barn")
         place = await nodes.describe(barn)
         await nodes.fetch([1], barn)
         whole = (place.folder / INDEX).read_bytes()
@@ -402,14 +402,14 @@ def test_a_model_whose_index_is_cut_is_described_again(
         assert (place.folder / INDEX).read_bytes() == whole
         assert nodes.here == [1]
 
-    run(story)
+    run(scenario)
 
 
 def test_a_part_that_is_in_force_again_is_not_fetched_again(
-    run: Callable[[Story], None], nodes: Nodes
+    run: Callable[[Scenario], None], nodes: Nodes
 ) -> None:
-    async def story(town: Town) -> None:
-        _, barn = await nodes.meet(town, "barn")
+    async def scenario(network: MemberNetwork) -> None:
+        _, barn = await nodes.meet(network, "barn")
         await nodes.describe(barn)
         await nodes.fetch([0, 1], barn)
 
@@ -424,14 +424,14 @@ def test_a_part_that_is_in_force_again_is_not_fetched_again(
         assert nodes.here == [1, 2]
         assert [name for _, name, _ in nodes.asked] == [part_name(2)]
 
-    run(story)
+    run(scenario)
 
 
 def test_of_nodes_that_share_a_folder_none_removes_what_another_has_fetched_again(
-    run: Callable[[Story], None], nodes: Nodes, tmp_path: Path
+    run: Callable[[Scenario], None], nodes: Nodes, tmp_path: Path
 ) -> None:
-    async def story(town: Town) -> None:
-        _, barn = await nodes.meet(town, "barn")
+    async def scenario(network: MemberNetwork) -> None:
+        _, barn = await nodes.meet(network, "barn")
         place = await nodes.describe(barn)
         await nodes.fetch([0, 1], barn)
         good = (place.folder / part_name(0)).read_bytes()
@@ -456,14 +456,14 @@ def test_of_nodes_that_share_a_folder_none_removes_what_another_has_fetched_agai
         with PartFolder(place.folder).locked():  # nothing is damaged: nobody waits
             assert await asyncio.wait_for(remove(), 1) == []
 
-    run(story)
+    run(scenario)
 
 
 def test_of_nodes_that_share_a_folder_none_sets_aside_what_another_has_fetched_again(
-    run: Callable[[Story], None], nodes: Nodes, tmp_path: Path
+    run: Callable[[Scenario], None], nodes: Nodes, tmp_path: Path
 ) -> None:
-    async def story(town: Town) -> None:
-        _, barn = await nodes.meet(town, "barn")
+    async def scenario(network: MemberNetwork) -> None:
+        _, barn = await nodes.meet(network, "barn")
         place = await nodes.describe(barn)
         await nodes.fetch([0, 1], barn)
         path = place.folder / part_name(1)
@@ -490,28 +490,28 @@ def test_of_nodes_that_share_a_folder_none_sets_aside_what_another_has_fetched_a
         await nodes.fetcher.set_aside(nodes.charter, choose)
         assert nodes.here == [0]
 
-    run(story)
+    run(scenario)
 
 
 def test_a_file_that_cannot_be_put_in_its_place_ends_the_fetching(
-    run: Callable[[Story], None], nodes: Nodes
+    run: Callable[[Scenario], None], nodes: Nodes
 ) -> None:
-    async def story(town: Town) -> None:
-        _, barn = await nodes.meet(town, "barn")
+    async def scenario(network: MemberNetwork) -> None:
+        _, barn = await nodes.meet(network, "barn")
         place = await nodes.describe(barn)
         (place.folder / part_name(1)).mkdir()
         with pytest.raises(ModelError, match="cannot be written"):
             await nodes.fetch([1], barn)
 
-    run(story)
+    run(scenario)
 
 
 def test_parts_are_fetched_from_more_holders_than_are_asked_at_once(
-    run: Callable[[Story], None], nodes: Nodes
+    run: Callable[[Scenario], None], nodes: Nodes
 ) -> None:
-    async def story(town: Town) -> None:
+    async def scenario(network: MemberNetwork) -> None:
         names = [f"barn{number}" for number in range(fetcher.MAX_HOLDERS)]
-        _, *barns, cellar = await nodes.meet(town, *names, "cellar")
+        _, *barns, cellar = await nodes.meet(network, *names, "cellar")
         await nodes.describe(cellar)
         for barn in barns:
             nodes.scripted(barn, lambda want: [FileRefused("busy")])
@@ -519,15 +519,15 @@ def test_parts_are_fetched_from_more_holders_than_are_asked_at_once(
 
         assert nodes.here == [1, 2]
 
-    run(story)
+    run(scenario)
 
 
 def test_a_part_that_a_holder_does_not_send_comes_from_one_that_had_nothing_to_send_in_its_turn(
-    run: Callable[[Story], None], nodes: Nodes
+    run: Callable[[Scenario], None], nodes: Nodes
 ) -> None:
-    async def story(town: Town) -> None:
+    async def scenario(network: MemberNetwork) -> None:
         names = [f"barn{number}" for number in range(fetcher.MAX_HOLDERS)]
-        _, *barns, cellar = await nodes.meet(town, *names, "cellar")
+        _, *barns, cellar = await nodes.meet(network, *names, "cellar")
         await nodes.describe(cellar)
         nodes.scripted(barns[0], lambda want: nodes.true(want)[:1])  # and is silent
         wanted = {part: nodes.digests[part] for part in range(len(barns))}
@@ -537,17 +537,17 @@ def test_a_part_that_a_holder_does_not_send_comes_from_one_that_had_nothing_to_s
 
         assert nodes.here == list(wanted)
 
-    run(story)
+    run(scenario)
 
 
-def test_a_client_gets_no_weights(run: Callable[[Story], None], nodes: Nodes) -> None:
-    async def story(town: Town) -> None:
-        _, barn = await nodes.meet(town, "barn")
-        client = await town.add("client", Role.CLIENT)
+def test_a_client_gets_no_weights(run: Callable[[Scenario], None], nodes: Nodes) -> None:
+    async def scenario(network: MemberNetwork) -> None:
+        _, barn = await nodes.meet(network, "barn")
+        client = await network.add("client", Role.CLIENT)
         client.meet(barn)
         await asyncio.sleep(2)
         mine = WeightFetcher(client.links.dial_weights, nodes.folder, digest_of, checked, at_once)
         with pytest.raises(ModelError, match="cannot be fetched"):
             await mine.describe(nodes.charter, [barn.me])
 
-    run(story)
+    run(scenario)

@@ -24,15 +24,15 @@ from meshllm.protocol.weights.codec import (
 )
 from meshllm.testing.clock import run_virtual
 from meshllm.testing.models import tiny_model
-from tests.builders.mesh_members import Town
-from tests.builders.weight_nodes import Nodes, Story, at_once
+from tests.builders.mesh_members import MemberNetwork
+from tests.builders.weight_nodes import Nodes, Scenario, at_once
 
 
 def test_a_server_refuses_what_is_not_a_request_and_closes_idle_links(
-    run: Callable[[Story], None], nodes: Nodes
+    run: Callable[[Scenario], None], nodes: Nodes
 ) -> None:
-    async def story(town: Town) -> None:
-        attic, barn = await nodes.meet(town, "barn")
+    async def scenario(network: MemberNetwork) -> None:
+        attic, barn = await nodes.meet(network, "barn")
         for message in (FileSize(1), FileChunk(b"x"), FileRefused("x")):
             link = await attic.links.dial_weights(barn.me)
             await link.send(encode(message))
@@ -43,14 +43,14 @@ def test_a_server_refuses_what_is_not_a_request_and_closes_idle_links(
         with pytest.raises(LinkLost):
             await link.receive()
 
-    run(story)
+    run(scenario)
 
 
 def test_a_server_ignores_messages_of_a_later_version(
-    run: Callable[[Story], None], nodes: Nodes
+    run: Callable[[Scenario], None], nodes: Nodes
 ) -> None:
-    async def story(town: Town) -> None:
-        attic, barn = await nodes.meet(town, "barn")
+    async def scenario(network: MemberNetwork) -> None:
+        attic, barn = await nodes.meet(network, "barn")
         link = await attic.links.dial_weights(barn.me)
         await link.send([b"\x09 of a later version"])
         await link.send(encode(WantFile(Digest(bytes(32)), "config", 0)))
@@ -58,12 +58,12 @@ def test_a_server_ignores_messages_of_a_later_version(
 
         assert isinstance(decode(data), FileRefused)
 
-    run(story)
+    run(scenario)
 
 
-def test_a_node_has_a_limit_of_links(run: Callable[[Story], None], nodes: Nodes) -> None:
-    async def story(town: Town) -> None:
-        attic, barn = await nodes.meet(town, "barn")
+def test_a_node_has_a_limit_of_links(run: Callable[[Scenario], None], nodes: Nodes) -> None:
+    async def scenario(network: MemberNetwork) -> None:
+        attic, barn = await nodes.meet(network, "barn")
         most = server.MAX_LINKS_OF_NODE
         links = [await attic.links.dial_weights(barn.me) for _ in range(most)]
         await asyncio.sleep(1)
@@ -74,7 +74,7 @@ def test_a_node_has_a_limit_of_links(run: Callable[[Story], None], nodes: Nodes)
         await asyncio.sleep(1)
         assert (await nodes.describe(barn)).is_described
 
-    run(story)
+    run(scenario)
 
 
 class StuckLink:
@@ -111,7 +111,7 @@ class ReadingLink(StuckLink):
 def test_a_server_gives_up_nodes_that_read_nothing_and_refuses_more_than_it_can_serve(
     nodes: Nodes,
 ) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         serve = nodes.sending()
         want = WantFile(nodes.charter.config_digest, LISTING, 0)
         links = [StuckLink(bytes([peer]), want) for peer in range(server.MAX_LINKS + 1)]
@@ -124,13 +124,13 @@ def test_a_server_gives_up_nodes_that_read_nothing_and_refuses_more_than_it_can_
         assert all(link.is_closed for link in links)
         await asyncio.gather(*serving)
 
-    run_virtual(story())
+    run_virtual(scenario())
 
 
 def test_a_server_sends_the_model_that_was_offered_last(nodes: Nodes, tmp_path: Path) -> None:
     want = WantFile(nodes.charter.config_digest, part_name(1), 0)
 
-    async def story() -> None:
+    async def scenario() -> None:
         sends = WeightServer(at_once)
         found = []
         for source in (nodes.source, tiny_model(tmp_path / "other", dtype=torch.bfloat16)):
@@ -144,4 +144,4 @@ def test_a_server_sends_the_model_that_was_offered_last(nodes: Nodes, tmp_path: 
             found.append(link.data)
         assert found[0] != found[1]
 
-    run_virtual(story())
+    run_virtual(scenario())

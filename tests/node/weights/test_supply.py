@@ -173,10 +173,12 @@ class Mesh:
             raise ModelError("The holder burns")
 
 
-def run(world: World, story: Callable[[Mesh], Coroutine[Any, Any, None]], me: NodeId = B) -> Mesh:
+def run(
+    world: World, scenario: Callable[[Mesh], Coroutine[Any, Any, None]], me: NodeId = B
+) -> Mesh:
     async def main() -> Mesh:
         mesh = Mesh(world, me)
-        await story(mesh)
+        await scenario(mesh)
         return mesh
 
     return run_virtual(main())
@@ -230,7 +232,7 @@ def test_weights_that_were_fetched_before_and_are_not_the_founders_are_fetched_a
 
 @pytest.mark.parametrize("serves", [False, True], ids=["idle", "serves"])
 def test_a_node_that_has_all_weights_fetches_those_that_the_founder_changes(serves: bool) -> None:
-    async def story(mesh: Mesh) -> None:
+    async def scenario(mesh: Mesh) -> None:
         assert mesh.world
         own = ring((B, 0, 4))
         mesh.supply.begin(mesh.own_weights(), FOLDER)
@@ -249,7 +251,7 @@ def test_a_node_that_has_all_weights_fetches_those_that_the_founder_changes(serv
         running.cancel()
         await asyncio.wait([running])
 
-    mesh = run(World({A: profile(2), B: profile(2)}), story)
+    mesh = run(World({A: profile(2), B: profile(2)}), scenario)
 
     assert mesh.moved == [{1}]
     assert mesh.fetched == [{1}]
@@ -258,11 +260,11 @@ def test_a_node_that_has_all_weights_fetches_those_that_the_founder_changes(serv
 
 
 def test_what_another_node_of_the_user_has_replaced_meanwhile_stays() -> None:
-    async def story(mesh: Mesh) -> None:
+    async def scenario(mesh: Mesh) -> None:
         mesh.meanwhile = lambda: mesh.here.update({1: WHOLE[1]})
         await supplied(mesh)
 
-    mesh = run(World({A: profile(2), B: other(profile(2), 1, 3)}), story)
+    mesh = run(World({A: profile(2), B: other(profile(2), 1, 3)}), scenario)
 
     assert mesh.moved == [{3}]
     assert mesh.fetched == [{3}]
@@ -286,22 +288,22 @@ def test_other_weights_than_the_founders_stay_while(why: str) -> None:
     elif why == "the founder is away":
         world = replace(world, profiles={node: world.profiles[node] for node in (B, C)})
 
-    async def story(mesh: Mesh) -> None:
+    async def scenario(mesh: Mesh) -> None:
         mesh.is_linked_to = {C} if why == "nobody has the right ones" else None
         await supplied(mesh)
 
-    assert run(world, story).moved == []
+    assert run(world, scenario).moved == []
 
 
 def test_damaged_weights_are_removed_from_no_folder_of_the_user(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def story(mesh: Mesh) -> None:
+    async def scenario(mesh: Mesh) -> None:
         await mesh.supply.remove_damaged(Path("mine"), Path("cache"))
         assert not caplog.messages
         await mesh.supply.remove_damaged(FOLDER, Path("cache"))
 
-    run(BOTH, story)
+    run(BOTH, scenario)
 
     assert caplog.messages == ["damaged weights are fetched again: part-00001.safetensors"]
 
@@ -334,11 +336,11 @@ def test_without_a_plan_its_memory_counts() -> None:
 
 
 def test_failures_are_retried_with_backoff() -> None:
-    async def story(mesh: Mesh) -> None:
+    async def scenario(mesh: Mesh) -> None:
         mesh.failures = 3
         await supplied(mesh)
 
-    mesh = run(BOTH, story)
+    mesh = run(BOTH, scenario)
 
     assert mesh.failures == 0
     assert mesh.fetched
@@ -347,20 +349,20 @@ def test_failures_are_retried_with_backoff() -> None:
 
 
 def test_layers_of_a_plan_are_fetched_when_it_asks_for_them() -> None:
-    async def story(mesh: Mesh) -> None:
+    async def scenario(mesh: Mesh) -> None:
         await mesh.supply.obtain({0, 2})
         await mesh.supply.obtain({0, 2})
         mesh.failures = 1
         with pytest.raises(ModelError, match="burns"):
             await mesh.supply.obtain({3})
 
-    mesh = run(BOTH, story)
+    mesh = run(BOTH, scenario)
 
     assert mesh.fetched == [{0, 2}]
 
 
 def test_a_plan_does_not_wait_for_what_is_fetched_ahead() -> None:
-    async def story(mesh: Mesh) -> None:
+    async def scenario(mesh: Mesh) -> None:
         loop = asyncio.get_running_loop()
         mesh.takes_s = 1000.0
         running = asyncio.ensure_future(mesh.supply.run())
@@ -375,23 +377,23 @@ def test_a_plan_does_not_wait_for_what_is_fetched_ahead() -> None:
 
     own = ring((A, 0, 2), (B, 2, 4))
     mesh = run(
-        World({A: profile(4, ms=5.0), B: bare(profile(4), 3)}, followed={A: own, B: own}), story
+        World({A: profile(4, ms=5.0), B: bare(profile(4), 3)}, followed={A: own, B: own}), scenario
     )
 
     assert mesh.fetched[1:] == [{0, 1, 4, 5}]
 
 
 def test_a_node_that_leaves_ends_what_is_fetched_ahead() -> None:
-    async def story(mesh: Mesh) -> None:
+    async def scenario(mesh: Mesh) -> None:
         mesh.takes_s = 1000.0
         await supplied(mesh)
         await asyncio.sleep(2 * mesh.takes_s)
 
-    assert run(BOTH, story).fetched == []
+    assert run(BOTH, scenario).fetched == []
 
 
 def test_a_node_that_has_retracted_its_offer_still_fetches() -> None:
-    async def story(mesh: Mesh) -> None:
+    async def scenario(mesh: Mesh) -> None:
         mesh.withdrawn = bare(profile(2)).weights
         mesh.change(World({A: profile(2), B: replace(profile(2), weights=())}))
         await mesh.supply.obtain({1})
@@ -404,7 +406,7 @@ def test_a_node_that_has_retracted_its_offer_still_fetches() -> None:
         running.cancel()
         await asyncio.wait([running])
 
-    mesh = run(BOTH, story)
+    mesh = run(BOTH, scenario)
 
     assert mesh.fetched[0] == {1}
     assert len(mesh.fetched) > 1
@@ -421,22 +423,22 @@ def test_the_share_of_a_node_that_fetches_none_falls_to_another() -> None:
 
 
 def test_a_node_to_which_all_parts_came_meanwhile_may_be_planned_with() -> None:
-    async def story(mesh: Mesh) -> None:
+    async def scenario(mesh: Mesh) -> None:
         mesh.supply.begin(bare(profile(2)).weights, FOLDER)
         running = asyncio.ensure_future(mesh.supply.run())
         await asyncio.sleep(60)
         running.cancel()
         await asyncio.wait([running])
 
-    assert run(World({A: profile(2), B: profile(2)}), story).obstacles == [FETCHES, ""]
+    assert run(World({A: profile(2), B: profile(2)}), scenario).obstacles == [FETCHES, ""]
 
 
 def test_a_node_that_leaves_its_ring_forgets_why_that_ring_waits_for_it() -> None:
-    async def story(mesh: Mesh) -> None:
+    async def scenario(mesh: Mesh) -> None:
         mesh.supply.begin(bare(profile(2)).weights, FOLDER)
         mesh.supply.end()
 
-    assert run(BOTH, story).obstacles == [FETCHES, ""]
+    assert run(BOTH, scenario).obstacles == [FETCHES, ""]
 
 
 @pytest.mark.parametrize("parts", [(), (2, 3)])
@@ -445,26 +447,26 @@ def test_a_node_with_a_part_of_the_model_in_a_folder_of_its_user_fetches_nothing
 ) -> None:
     own = bare(profile(2), *parts)
 
-    async def story(mesh: Mesh) -> None:
+    async def scenario(mesh: Mesh) -> None:
         mesh.supply.begin(own.weights, Path("of the user"))
         await mesh.supply.run()
         await mesh.supply.obtain({0, 1})
 
-    mesh = run(World({A: profile(2), B: own}), story)
+    mesh = run(World({A: profile(2), B: own}), scenario)
 
     assert (mesh.fetched, mesh.obstacles) == ([], [])
 
 
 def test_nothing_is_obtained_before_the_charter_is_known() -> None:
-    async def story(mesh: Mesh) -> None:
+    async def scenario(mesh: Mesh) -> None:
         mesh.change(None)
         await mesh.supply.obtain({0})
 
-    assert run(BOTH, story).fetched == []
+    assert run(BOTH, scenario).fetched == []
 
 
 def test_a_model_is_described_by_its_founder_first_once_somebody_is_linked() -> None:
-    async def story(mesh: Mesh) -> None:
+    async def scenario(mesh: Mesh) -> None:
         alone = World({B: bare(profile(2))})
         mesh.change(None)
         found = asyncio.ensure_future(mesh.supply.describe())
@@ -476,24 +478,24 @@ def test_a_model_is_described_by_its_founder_first_once_somebody_is_linked() -> 
         mesh.change(World({A: profile(2), B: bare(profile(2)), C: profile(2)}))
         assert await found == Path("folder")
 
-    mesh = run(BOTH, story)
+    mesh = run(BOTH, scenario)
 
     assert mesh.described == [A, C, A, C]
     assert mesh.shown == ["The holder burns", ""]
 
 
 def test_a_model_that_was_fetched_before_needs_no_other_node() -> None:
-    async def story(mesh: Mesh) -> None:
+    async def scenario(mesh: Mesh) -> None:
         mesh.is_described = True
         mesh.change(World({B: bare(profile(2))}))
         assert await mesh.supply.describe() == Path("folder")
 
-    assert run(BOTH, story).described == []
+    assert run(BOTH, scenario).described == []
     assert is_bare(bare(profile(2)).weights)
 
 
 def test_a_model_can_be_fetched_from_a_linked_node_that_has_a_part_of_it() -> None:
-    async def story(mesh: Mesh) -> None:
+    async def scenario(mesh: Mesh) -> None:
         assert mesh.world
         profiles = mesh.world.profiles
         other = replace(charter(), config_digest=Digest(b"?" * 32))
@@ -506,4 +508,4 @@ def test_a_model_can_be_fetched_from_a_linked_node_that_has_a_part_of_it() -> No
         mesh.is_described = True
         assert mesh.supply.can_fetch(charter(), {})
 
-    run(BOTH, story)
+    run(BOTH, scenario)
