@@ -56,14 +56,17 @@ def trace(
     request = Request(turns=(turn,), max_tokens=tokens)
     with render.Status(sys.stderr) as status:
         status.show(f"timing an answer of {counted(tokens, 'token')}")
-        answer = asyncio.run(_ask(NodeClient(socket_path(settings(flags))), request))
+        answer, names = asyncio.run(_ask(NodeClient(socket_path(settings(flags))), request))
     if as_json:
         fields = as_fields(answer)
+        hops = [{**hop, "name": names.get(hop["node"])} for hop in fields["hops"]]
         written = {"text", "tokens", "reasoning"}
-        render.dump({name: fields[name] for name in fields if name not in written})
+        render.dump({name: fields[name] for name in fields if name not in written} | {"hops": hops})
         return
     from meshllm.cli.ring.picture import drawable
 
+    named = (replace(hop, node=names.get(hop.node, hop.node)) for hop in answer.hops)
+    answer = replace(answer, hops=tuple(named))
     text = lay_out(answer, shutil.get_terminal_size().columns)
     render.out(drawable(text, sys.stdout.encoding))
 
@@ -112,12 +115,11 @@ def _rows(answer: Answer) -> Iterator[_Row]:
         yield _Row((None, "other", *[None] * 5), (0, 0, 0, 0, rest))
 
 
-async def _ask(client: "NodeClient", request: Request) -> Answer:
-    """Return the answer, its hops labelled with node names instead of ids."""
+async def _ask(client: "NodeClient", request: Request) -> tuple[Answer, dict[str, str]]:
+    """Return the answer, and the names of nodes by their short ids."""
     async with aclosing(client.generate(request)) as events:
         answers = [event async for event in events if isinstance(event, Answer)]
     if not answers:
         raise PeerFault("The node ended the stream without an answer")
     names = {each.short: each.name for each in (await client.status()).nodes if each.name}
-    hops = (replace(hop, node=names.get(hop.node, hop.node)) for hop in answers[-1].hops)
-    return replace(answers[-1], hops=tuple(hops))
+    return answers[-1], names

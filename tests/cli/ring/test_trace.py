@@ -69,8 +69,13 @@ def test_hops_have_the_names_of_their_nodes(meshllm: Invoke, node: FakeClient) -
     node.answers = [traced(name="lapt2bc")]
 
     told = json.loads(meshllm("ring", "trace", "--json").stdout)
+    table = meshllm("ring", "trace").stdout
 
-    assert [hop["node"] for hop in told["hops"]] == ["attic", "laptop"]
+    assert [(hop["node"], hop["name"]) for hop in told["hops"]] == [
+        ("attic", None), ("lapt2bc", "laptop"),
+    ]  # fmt: skip
+    assert "laptop" in table
+    assert "lapt2bc" not in table
 
 
 def test_a_trace_needs_no_prompt(meshllm: Invoke, node: FakeClient) -> None:
