@@ -33,7 +33,7 @@ def validate(sampling: Sampling) -> None:
             raise WrongField(name, f"`{name}` is {value}, not between {low} and {high}")
 
 
-def pick(
+def sample_token(
     logits: Tensor,
     sampling: Sampling,
     *,

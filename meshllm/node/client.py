@@ -502,14 +502,14 @@ def _too_many() -> UserError:
 
 
 def local_of(
-    here: SameHostDetector | None, teller: tuple[NodeId, bytes], fallback: Fallback
+    here: SameHostDetector | None, source: tuple[NodeId, bytes], fallback: Fallback
 ) -> LocalAddressPolicy:
     """Return which addresses of this machine a fallback may have: all if a node here named it.
 
     The tag of the fallback alone proves nothing: members read it, and could add other addresses.
     Alone, that of the teller does not either: the addresses are those that the fallback publishes.
     """
-    tags = teller, (fallback.node, fallback.machine)
+    tags = source, (fallback.node, fallback.machine)
     return (
         LocalAddressPolicy.HERE
         if here is not None and all(here.has(*tag) for tag in tags)

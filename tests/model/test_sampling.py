@@ -20,7 +20,7 @@ from transformers.generation.logits_process import (
 
 from meshllm.errors import ModelError
 from meshllm.model import sampling as module
-from meshllm.model.sampling import gumbel, logprobs, pick, validate
+from meshllm.model.sampling import gumbel, logprobs, sample_token, validate
 from meshllm.request import NEVER, Sampling
 from meshllm.strict_json import WrongField
 
@@ -50,7 +50,9 @@ def warped(logits: Tensor, sampling: Sampling, history: list[int]) -> Tensor:
 
 
 def drawn(logits: Tensor, sampling: Sampling, count: int) -> list[int]:
-    return [pick(logits, sampling, position=p, history=[], prompt_len=0) for p in range(count)]
+    return [
+        sample_token(logits, sampling, position=p, history=[], prompt_len=0) for p in range(count)
+    ]
 
 
 def chi_square(counts: list[int], expected: list[float]) -> float:
@@ -147,13 +149,13 @@ def test_frequency_and_presence_see_the_answer_only() -> None:
 def test_penalties_on_an_empty_history_change_nothing() -> None:
     sampling = Sampling(frequency_penalty=1, presence_penalty=1, repetition_penalty=2)
 
-    assert pick(SKEWED, sampling, position=0, history=[], prompt_len=0) == 0
+    assert sample_token(SKEWED, sampling, position=0, history=[], prompt_len=0) == 0
 
 
 def test_a_penalty_can_change_the_greedy_choice() -> None:
     sampling = Sampling(repetition_penalty=3.0)
 
-    assert pick(SKEWED, sampling, position=1, history=[0], prompt_len=1) == 1
+    assert sample_token(SKEWED, sampling, position=1, history=[0], prompt_len=1) == 1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-6])
@@ -281,7 +283,7 @@ def test_threads_and_global_random_state_do_not_matter() -> None:
         torch.manual_seed(threads)
         np.random.seed(threads)
         state = torch.get_rng_state()
-        results.add(pick(logits, sampling, position=3, history=[1, 2], prompt_len=1))
+        results.add(sample_token(logits, sampling, position=3, history=[1, 2], prompt_len=1))
         assert torch.equal(torch.get_rng_state(), state)
 
     assert len(results) == 1
@@ -290,7 +292,7 @@ def test_threads_and_global_random_state_do_not_matter() -> None:
 def test_the_input_logits_are_not_modified() -> None:
     logits = SKEWED.clone()
 
-    pick(
+    sample_token(
         logits, Sampling(0.5, top_k=2, repetition_penalty=2), position=0, history=[0], prompt_len=1
     )
 
@@ -309,12 +311,14 @@ def test_damaged_logits_are_an_error(value: float, message: str, temperature: fl
     logits = torch.tensor([1.0, value, 2.0])
 
     with pytest.raises(ModelError, match=message):
-        pick(logits, Sampling(temperature=temperature), position=9, history=[], prompt_len=0)
+        sample_token(
+            logits, Sampling(temperature=temperature), position=9, history=[], prompt_len=0
+        )
 
 
 def test_logits_without_any_choice_are_an_error() -> None:
     with pytest.raises(ModelError, match="returned -inf as the largest logit"):
-        pick(torch.full((3,), -math.inf), Sampling(), position=0, history=[], prompt_len=0)
+        sample_token(torch.full((3,), -math.inf), Sampling(), position=0, history=[], prompt_len=0)
 
 
 @pytest.mark.parametrize(
@@ -356,7 +360,9 @@ def test_settings_out_of_range_are_named(name: str, value: Any) -> None:
 
 def test_a_bias_is_added_after_the_penalties() -> None:
     def sampled(*bias: tuple[int, float], **sampling: Any) -> int:
-        return pick(SKEWED, Sampling(**sampling), position=1, history=[0], prompt_len=1, bias=bias)
+        return sample_token(
+            SKEWED, Sampling(**sampling), position=1, history=[0], prompt_len=1, bias=bias
+        )
 
     assert sampled((0, -100.0)) == 1
     assert sampled((7, 100.0)) == 7

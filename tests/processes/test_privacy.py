@@ -15,7 +15,7 @@ from meshllm import __version__
 from meshllm.errors import LinkLost
 from meshllm.names import parse_node, short, show
 from meshllm.node.membership.state_store import StateStore
-from meshllm.node.net.beacon import GuestBeacons
+from meshllm.node.net.beacon import JoinerBeacons
 from meshllm.node.net.secure import HandshakeClosed, secure_dial
 from meshllm.protocol.trust.credential import Role, founder_credential
 from meshllm.protocol.trust.handshake import LocalIdentity, Purpose
@@ -165,8 +165,8 @@ async def test_an_expired_ticket_gets_no_reply(node: Node) -> None:
             assert link.statistics.bytes_received == 0
         digits = ticket.encode()[8:].upper()
         assert mesh not in base64.b32decode(digits + "=" * (-len(digits) % 8))
-        (beacon,) = GuestBeacons(mesh, ticket.inviter).seal([node.address], None)
-        assert GuestBeacons(ticket.psk, ticket.inviter).read(beacon) is None
+        (beacon,) = JoinerBeacons(mesh, ticket.inviter).seal([node.address], None)
+        assert JoinerBeacons(ticket.psk, ticket.inviter).read(beacon) is None
 
 
 async def test_a_member_of_another_mesh_gets_no_handshake_reply(node: Node) -> None:

@@ -6,7 +6,7 @@ import socket
 from functools import partial
 
 from meshllm.names import NodeId
-from meshllm.node.net.beacon import MAGIC, MAX_BEACON_BYTES, NONCE_BYTES, PORT, GuestBeacons
+from meshllm.node.net.beacon import MAGIC, MAX_BEACON_BYTES, NONCE_BYTES, PORT, JoinerBeacons
 from tests.processes.fleet import open_fleet
 from tests.security.attack import Attack, Outcome
 from tests.security.owner import slowed
@@ -35,7 +35,7 @@ async def _inject(mesh: bytes) -> None:
     forged = [
         beacon
         for author in authors
-        for beacon in GuestBeacons(mesh, author).seal(("ws://192.0.2.1:9",), None)
+        for beacon in JoinerBeacons(mesh, author).seal(("ws://192.0.2.1:9",), None)
     ]
     forged += [MAGIC + os.urandom(size) for _ in range(FORGED)]
     forged += [MAGIC + bytes(NONCE_BYTES), MAGIC, b""]

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from meshllm.node.agreement.load_watch import LOAD_S
+from meshllm.protocol.membership.peer_limit import MAX_FAULTS
 from meshllm.protocol.membership.records import MAX_BYTES, MIN_SECONDS, Lifecycle, StateRecord
-from meshllm.protocol.membership.strikes import MAX_FAULTS
 from tests.processes.fleet import ALONE, POLL_S, Node, meshllm, open_fleet, until
 from tests.security.attack import Attack, Outcome
 from tests.security.member import Member, join

@@ -122,7 +122,7 @@ class LossWithin(OneLoss):
     async def _answer(self, ingress: int, victim: int, after: int) -> None:
         """Ask, and let the loss happen once so many messages have been sent since."""
         world, at, left = self.world, self.world.running[ingress], self.messages
-        travel_s, pick = world.network.travel_s, sampling.pick
+        travel_s, pick = world.network.travel_s, sampling.sample_token
         asked = Asked(1, ingress, at.process, self.request, None)
         lost_at, picked_at = 0.0, list[float]()
 
@@ -138,7 +138,7 @@ class LossWithin(OneLoss):
                 world.loop.call_soon(lose, context=world.network.context)
             return HOP_S if self.is_blink or self.leaves else travel_s(way)
 
-        def counted_pick(*args: object, **kwargs: object) -> int:
+        def counted_sample(*args: object, **kwargs: object) -> int:
             self.counts.picks += 1
             picked_at.append(world.loop.time())
             return pick(*args, **kwargs)  # type: ignore[arg-type]
@@ -146,7 +146,7 @@ class LossWithin(OneLoss):
         assert at.node is not None
         with (
             patch.object(world.network, "travel_s", counted),
-            patch.object(generation, "pick", counted_pick),
+            patch.object(generation, "sample_token", counted_sample),
         ):
             work = read(at.node, asked, world.fault)
             async with asyncio.timeout(60):

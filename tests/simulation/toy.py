@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 from meshllm.errors import ModelError, OutOfMemory
 from meshllm.model.files.source import Source
 from meshllm.model.parity.verdict import Verdict
-from meshllm.model.sampling import pick
+from meshllm.model.sampling import sample_token
 from meshllm.model.shape import ModelShape
 from meshllm.model.split.kv_cache import Rows
 from meshllm.model.steps.execution import Execution, Strategy
@@ -361,7 +361,7 @@ def reference(request: Request) -> tuple[str, tuple[int, ...]]:
     most = request.expected_tokens
     while len(history) - len(prompt) < most and len(history) < SHAPE.context:
         logits = whole.prefill(torch.tensor([new]), cache, rows=1)[0, -1]
-        token = pick(
+        token = sample_token(
             logits,
             request.sampling,
             position=len(history),

@@ -58,11 +58,11 @@ class ModelLoadWatch:
     """The time that the nodes of the plan in force have to load and to link."""
 
     def __init__(
-        self, machine: Mesh, put_out: Callable[[NodeId], None], call_later: CallLater
+        self, machine: Mesh, exclude: Callable[[NodeId], None], call_later: CallLater
     ) -> None:
-        """Watch; ``put_out`` is called with a node that is late."""
+        """Watch; ``exclude`` is called with a node that is late."""
         self._machine = machine
-        self._put_out = put_out
+        self._put_out = exclude
         self._call_later = call_later
         self._ring: WatchedRing | None = None
         self._plan: Plan | None = None  # the latest that was watched,

@@ -23,13 +23,13 @@ from meshllm.node.provider import Provider
 from meshllm.node.timer import CallLater, loop_time
 from meshllm.protocol.agreement.groups import REFUSES
 from meshllm.protocol.membership.mesh import Mesh
+from meshllm.protocol.membership.peer_limit import FAULTS_S, MAX_FAULTS, PeerLimit
 from meshllm.protocol.membership.records import (
     MAX_RINGS,
     Lifecycle,
     RingMembership,
     StateRecord,
 )
-from meshllm.protocol.membership.strikes import FAULTS_S, MAX_FAULTS, FaultCounter
 
 if TYPE_CHECKING:  # a provider holds no layers, and imports no torch
     from meshllm.model.steps.runner import Runner
@@ -93,7 +93,7 @@ class OwnState:
         self._links = links
         self._call_later = call_later
         self._published = StateRecord()
-        self._faults = FaultCounter(MAX_FAULTS, FAULTS_S)
+        self._faults = PeerLimit(MAX_FAULTS, FAULTS_S)
 
     @property
     def members(self) -> list[RingMember]:
@@ -155,7 +155,7 @@ class OwnState:
             is_loaded=own.is_loaded,
             may_change=own.may_change,
             obstacle=obstacle or own.obstacle,
-            faulty=self._faults.out(loop_time()),
+            faulty=self._faults.excluded(loop_time()),
             offers=self.provider.offers if self.provider else (),
             group=own.group,
             used=self.use.used,
@@ -182,22 +182,22 @@ class OwnState:
             yield
             await news.wait()
 
-    def strike(self, node: NodeId) -> bool:
+    def record_fault(self, node: NodeId) -> bool:
         """Count a fault of a neighbour; after several it is left out for a while.
 
         Return whether it counts: not if the neighbour is left out already, however much it sends
         until its ring has ended.
         """
         now = loop_time()
-        if self._faults.is_out(node, now):
+        if self._faults.is_excluded(node, now):
             return False
-        self._faults.strike(node, now)
+        self._faults.record(node, now)
         self._publish_faults()
         return True
 
-    def put_out(self, node: NodeId) -> None:
+    def exclude(self, node: NodeId) -> None:
         """Leave a neighbour out for a while."""
-        self._faults.put_out(node, loop_time())
+        self._faults.exclude(node, loop_time())
         self._publish_faults()
 
     def _publish_faults(self) -> None:

@@ -63,13 +63,13 @@ class MemberHost(Protocol):
     def failed(self) -> None:
         """Retract the offer for a span that cannot be loaded; the state record may not change."""
 
-    def strike(self, node: NodeId) -> bool:
+    def record_fault(self, node: NodeId) -> bool:
         """Count a fault of a neighbour; after several it is left out for a while.
 
         Return whether it counts: not if it is left out already.
         """
 
-    def put_out(self, node: NodeId) -> None:
+    def exclude(self, node: NodeId) -> None:
         """Leave a neighbour out for a while."""
 
 
@@ -106,7 +106,7 @@ class RingMember:
         self._followed = b""
         self._loaded: Plan | None = None  # the plan whose span this node holds
         self._rows = RecomputedRows()
-        self._watch = ModelLoadWatch(machine, host.put_out, call_later)
+        self._watch = ModelLoadWatch(machine, host.exclude, call_later)
 
     @property
     def plan(self) -> Plan | None:
@@ -332,7 +332,7 @@ class RingMember:
 
     def faulty(self, node: NodeId) -> None:
         """Count a fault of a neighbour."""
-        if self._host.strike(node):
+        if self._host.record_fault(node):
             logger.warning(
                 "node %s sent invalid data to this one", name_of(node, self._machine.profiles)
             )

@@ -216,8 +216,8 @@ class RingService:
         if self._parts.state.provider:
             return
         self._schedule_move(part.first if part else None)
-        is_out = part is None and view is not None and has_several(view)  # as when it hangs
-        if not is_out:
+        is_excluded = part is None and view is not None and has_several(view)  # as when it hangs
+        if not is_excluded:
             self.further.want(part.further if part else {})
 
     def _schedule_move(self, target: GroupId | None) -> None:

@@ -16,7 +16,7 @@ from meshllm.names import NodeId
 from meshllm.node.event_loop import OffLoop
 from meshllm.node.membership.admission import REMOVED
 from meshllm.node.membership.state_store import StateStore
-from meshllm.node.net.beacon import GuestBeacons, Heard, open_beacon
+from meshllm.node.net.beacon import Heard, JoinerBeacons, open_beacon
 from meshllm.node.net.dialer import NodeDialer
 from meshllm.node.net.endpoints import by_scheme
 from meshllm.node.net.peer_address import LocalAddressPolicy
@@ -206,7 +206,7 @@ async def _asking(
     Yields what waits for the next dial; it raises the bug that ended the queries, if one did, as
     the end of the context does.
     """
-    async with open_beacon(GuestBeacons(ticket.psk, me), me, hear) as beacon:
+    async with open_beacon(JoinerBeacons(ticket.psk, me), me, hear) as beacon:
         asking = asyncio.ensure_future(beacon.run(ASK_S))
 
         async def pause() -> None:

@@ -87,7 +87,7 @@ class BeaconCode(Protocol):
         ...
 
 
-class GuestBeacons:
+class JoinerBeacons:
     """Beacons under the pre-shared key of a ticket."""
 
     def __init__(self, psk: bytes, me: NodeId) -> None:
@@ -271,7 +271,7 @@ class Beacon(asyncio.DatagramProtocol):
         now = loop_time()
         if self.addresses and data.startswith(MAGIC) and now >= self._looked + ANSWER_S:
             self._looked = now
-            codes = (GuestBeacons(psk, self._me) for psk in self._guests())
+            codes = (JoinerBeacons(psk, self._me) for psk in self._guests())
             if asked := next((code for code in codes if code.read(data)), None):
                 self._answer(asked)
 

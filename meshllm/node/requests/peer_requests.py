@@ -30,7 +30,7 @@ from meshllm.protocol.membership.codec import (
     ModelList,
     RequestMessage,
 )
-from meshllm.protocol.membership.strikes import MAX_STRIKES, WINDOW_S, FaultCounter
+from meshllm.protocol.membership.peer_limit import MAX_INVALID, WINDOW_S, PeerLimit
 from meshllm.protocol.trust.credential import NO_LIMITS, ClientLimits
 from meshllm.request import Backend, Event, Request
 from meshllm.strict_json import WrongField
@@ -73,8 +73,8 @@ class PeerRequests:
         self._held = HeldBytes()  # of requests in JSON, and of those of nodes until they end
         self._longest = longest
         self._off_loop = off_loop
-        self._strikes = FaultCounter()
-        self._lists = FaultCounter(MAX_LISTS, LISTS_S)
+        self._faults = PeerLimit()
+        self._lists = PeerLimit(MAX_LISTS, LISTS_S)
         self._quota = ClientQuota()
         self._running: dict[tuple[NodeId, bytes], asyncio.Task[None]] = {}
         self._of_clients: set[asyncio.Task[None]] = set()
@@ -98,14 +98,16 @@ class PeerRequests:
         """
         match message:
             case Generate(request_id, data):
-                if self._strikes.is_out(peer, loop_time()):
-                    raise PeerFault(f"{MAX_STRIKES} malformed requests within {WINDOW_S:.0f} s")
+                if self._faults.is_excluded(peer, loop_time()):
+                    raise PeerFault(f"{MAX_INVALID} malformed requests within {WINDOW_S:.0f} s")
                 self._open(peer, request_id, data, is_client=is_client)
             case CancelRequest(request_id):
                 if task := self._running.get((peer, request_id)):
                     _cancel(task)
-            case AskModels() if not self._lists.is_out(peer, loop_time()):  # else it asks too often
-                self._lists.strike(peer, loop_time())
+            case AskModels() if not self._lists.is_excluded(
+                peer, loop_time()
+            ):  # else it asks too often
+                self._lists.record(peer, loop_time())
                 self._send(peer, ModelList(self.list_models()))
 
     def lost(self, peer: NodeId) -> None:
@@ -207,7 +209,7 @@ class PeerRequests:
             return await self._off_loop(request_from_json, data)
         except UserError as error:
             if not isinstance(error, WrongField):
-                self._strikes.strike(peer, loop_time())
+                self._faults.record(peer, loop_time())
             raise
 
 

@@ -28,7 +28,7 @@ from meshllm.node.session.activation_codec import resolve_wire_mode
 from meshllm.protocol.drafting.drafter import Drafting
 from meshllm.protocol.drafting.window import STEPS
 from meshllm.protocol.kv_cache.budget import KvBudget, KvCapacity
-from meshllm.protocol.planning.chunking import RingTimes, usual_pace
+from meshllm.protocol.planning.chunking import RingTimes, default_pace
 from meshllm.protocol.planning.plan import Ends, Plan
 from meshllm.protocol.ring.hang import result_limit_s
 from meshllm.protocol.session.codec import MAX_POSITION, MAX_ROWS
@@ -154,7 +154,7 @@ class ModelRuntime:
         if chunk is not None:
             return PrefillPacing(min(chunk, self.max_rows), window=min(ring, MAX_PENDING))
         if times is None:
-            return usual_pace(prompt, ring, self.max_rows)
+            return default_pace(prompt, ring, self.max_rows)
         return times.best_pace(prompt, others, self.max_rows)
 
     @property

@@ -28,8 +28,8 @@ from meshllm.node.session.generation import (
     Generation,
     GenerationRequest,
     Output,
-    Picked,
     PrefetchedStep,
+    Sampled,
 )
 from meshllm.node.session.resume import ResumeKey, new_key, read_resumable, session_of
 from meshllm.node.session.ring_link import Neighbours
@@ -422,7 +422,7 @@ class EntryNode:
                 case Embed():
                     self._embed(session, generation, action)
                 case SampleTokens():
-                    self._pick(session, generation, action)
+                    self._sample_tokens(session, generation, action)
                 case Forward():
                     self._forward(generation, action)
                 case Closed(tallies):
@@ -523,7 +523,7 @@ class EntryNode:
                 base=(base.session, base.length) if base and base.whole else None,
             )
 
-    def _pick(self, session: SessionId, generation: Generation, job: SampleTokens) -> None:
+    def _sample_tokens(self, session: SessionId, generation: Generation, job: SampleTokens) -> None:
         """Sample, and start the next step without waiting until the tokens are delivered."""
         # Several steps in flight keep other ranks busy; several sessions do that by themselves.
         is_lone = self._neighbours is not None and self.sessions == 1
@@ -622,7 +622,7 @@ class EntryNode:
         session: SessionId,
         generation: Generation,
         sample: SampleJob,
-        result: Picked | Exception,
+        result: Sampled | Exception,
     ) -> None:
         if sample.split and self._head:
             self._head.learn(sample.split)

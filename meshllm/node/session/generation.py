@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from meshllm.errors import MeshError, ModelError
-from meshllm.model.sampling import pick
+from meshllm.model.sampling import sample_token
 from meshllm.model.split.session_cache import SessionCache
 from meshllm.model.steps.runner import Runner, SpanRunner
 from meshllm.model.text.grammar import Constraint
@@ -146,7 +146,7 @@ class EntryRunners:
 
 
 @dataclass(frozen=True, slots=True)
-class Picked:
+class Sampled:
     """Sampled tokens, and the drafts that follow them and the steps in flight."""
 
     tokens: tuple[int, ...]
@@ -201,9 +201,9 @@ class Generation:
         self.cause: MeshError | None = None  # of a failure on this rank
         self.ahead: PrefetchedStep | None = None
         self.depth = 1
-        """Maximum steps in flight, from the next Pick on."""
+        """Maximum steps in flight, from the next `SampleTokens` on."""
         self.sessions = 1
-        """Generations with a step in the ring at the next Pick, this one included."""
+        """Generations with a step in the ring at the next `SampleTokens`, this one included."""
         self.step_rows = 0
         """Rows of the step in the ring that has draft tokens or a new one; 0 if there is none."""
         self.rows_beside = 0
@@ -228,8 +228,12 @@ class Generation:
         self._make_cache = start.make
         self._history = list(order.known)
         self._is_alone = machine.is_alone
-        self._rows: Tensor | None = None  # the last local outputs, for a Pick without a blob
-        self._next: Embed | None = None  # after the last Pick, unless another job comes first
+        self._rows: Tensor | None = (
+            None  # the last local outputs, for a `SampleTokens` without a blob
+        )
+        self._next: Embed | None = (
+            None  # after the last `SampleTokens`, unless another job comes first
+        )
 
     @property
     def prompt_tokens(self) -> int:
@@ -359,15 +363,15 @@ class Generation:
         form = self._runners.front.row_format
         return opened_rows(self._encoder.key, job.blob, 1 + len(job.drafts), form)
 
-    def pick(self, job: SampleTokens, logits: Tensor, watch: Stopwatch) -> Picked:
+    def sample(self, job: SampleTokens, logits: Tensor, watch: Stopwatch) -> Sampled:
         """Sample from ``logits`` [1, 1 + G, V] up to the first rejected draft token."""
         tokens, is_last = self._sample_and_verify(logits[0], job)
         steps = self._look_ahead(tokens, job, is_last=is_last)
         watch.computed()
-        return Picked(tokens, is_last, steps)
+        return Sampled(tokens, is_last, steps)
 
-    def deliver(self, job: SampleTokens, watch: Stopwatch) -> Picked:
-        """Deliver the rows of a Pick after the final norm; pick the tokens that are forced."""
+    def deliver(self, job: SampleTokens, watch: Stopwatch) -> Sampled:
+        """Deliver rows after the final norm; the tokens are those that are forced."""
         rows = self._runners.final_rows(self.open(job, watch))[0]
         assert self._order.on_rows
         self._order.on_rows(rows)
@@ -377,10 +381,10 @@ class Generation:
         is_last = None in forced
         steps = self._look_ahead(tokens, job, is_last=is_last)
         watch.computed()
-        return Picked(tokens, is_last, steps)
+        return Sampled(tokens, is_last, steps)
 
     def next_step(self, watch: Stopwatch) -> tuple[Embed, Tensor, SessionCache] | None:
-        """Return the Embed that follows the last Pick, with its tokens [1, 1 + G] and cache."""
+        """Return the Embed after the last sampled tokens, its tokens [1, 1 + G] and cache."""
         watch.begin()
         if self._next is None or self.closed.is_set():
             return None  # no step follows
@@ -418,7 +422,7 @@ class Generation:
         for row, draft in zip_longest(logits, job.drafts):
             token = self._forced_at(job.pos + len(tokens))
             if token is None:
-                token = pick(
+                token = sample_token(
                     grammar.masked(row) if grammar else row,
                     self._order.sampling,
                     position=job.pos + len(tokens),

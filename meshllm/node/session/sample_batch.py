@@ -17,12 +17,12 @@ from meshllm.protocol.session.actions import Embed, SampleTokens
 
 @dataclass(slots=True)
 class SampleJob:
-    """A Pick of one session, and the prefetched Embed that follows it."""
+    """A `SampleTokens` of one session, and the prefetched Embed that follows it."""
 
     generation: Generation
     job: SampleTokens
     watch: Stopwatch
-    """Of the Pick."""
+    """Of the sampling job."""
     watch_ahead: Stopwatch
     """Of the Embed."""
     split: SplitStep | None = None
@@ -44,7 +44,7 @@ def sample_batch(
     samples: Sequence[SampleJob],
     again: Callable[[int, int], None] = lambda _rows, _before: None,
 ) -> Iterator[Sequence[Any]]:
-    """Yield the results of the Picks, then those of the Embeds that follow them.
+    """Yield the sampled tokens, then those of the Embeds that follow them.
 
     Runs on the compute thread, without waiting for the event loop in between. ``again`` is called
     before a step runs by itself after it failed with others, with its rows and those before it.
@@ -56,7 +56,7 @@ def sample_batch(
     sampled = [
         each
         if isinstance(each, Exception)
-        else attempt(sample.generation.pick, sample.job, each, sample.watch)
+        else attempt(sample.generation.sample, sample.job, each, sample.watch)
         for sample, each in zip(samples, logits, strict=True)
     ]
     yield sampled
@@ -92,7 +92,7 @@ def _heads(
 
 
 def _rows(sample: SampleJob) -> Tensor:
-    """Return the rows [1, 1 + G, D] of a Pick."""
+    """Return the rows [1, 1 + G, D] of a `SampleTokens`."""
     if sample.rows is None:
         sample.rows = sample.generation.open(sample.job, sample.watch)
     else:

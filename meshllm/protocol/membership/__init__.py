@@ -10,7 +10,7 @@ __all__ = [
     "gossip",
     "link_table",
     "mesh",
+    "peer_limit",
     "read_budget",
     "records",
-    "strikes",
 ]

@@ -185,7 +185,7 @@ def ring_times(plan: Plan, offers: Sequence[Offer], links: Links, shape: ModelSi
     return RingTimes(ranks, by_node[nodes[0]].head_s, row_bytes, _header_bytes())
 
 
-def usual_pace(prompt: int, ring: int, most: int = MAX_ROWS) -> PrefillPacing:
+def default_pace(prompt: int, ring: int, most: int = MAX_ROWS) -> PrefillPacing:
     """Choose the pace of a prompt on a ring without measured times.
 
     With M chunks on N equal ranks that each take a + b * rows for one, a prompt of T rows takes

@@ -73,7 +73,8 @@ class Embed:
     tokens: tuple[int, ...]
     drafts: int = 0
     """How many of the last tokens are drafts, after one that is known, or will be when this comes
-    back. In a ring of one, the rows of the drafts and the one before them stay for a Pick; in a
+    back. In a ring of one, the rows of the drafts and the one before them stay for a
+    `SampleTokens`; in a
     larger ring all rows are returned."""
     is_step: bool = True
     """Rows of a decode step, each as if computed alone; else a chunk of the prompt."""

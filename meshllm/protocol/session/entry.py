@@ -30,8 +30,8 @@ before them were right::
 
 Results are picked in order. If one gives the first token of the next step, that step has become
 like the first one: a known token and drafts. Otherwise everything in flight is wrong: the gen is
-raised, a Cancel runs ahead, and the next step starts at the last known token. Each Pick may add
-steps after those in flight; it replaces steps that were not injected by then.
+raised, a Cancel runs ahead, and the next step starts at the last known token. Each `SampleTokens`
+may add steps after those in flight; it replaces steps that were not injected by then.
 
 A prompt that shares a prefix with an earlier text continues from the caches that the ranks kept:
 the first Embed starts after the prefix, after a Resume. A rank that has lost it reports a
@@ -58,14 +58,14 @@ the entry requests more, and goes on meanwhile: so it waits only if there is non
 last position that has room, with nothing in flight for long.
 
 The driver runs one job at a time for a session, `Embed` or `SampleTokens`, and answers it; results
-wait meanwhile. While it reports the tokens of a Pick, it may already embed what follows: the next
-Embed asks for it, unless the answer ends or a race below intervenes. So an Embed has priority after
-a Pick, and a Pick after an Embed. Races:
+wait meanwhile. While it reports the tokens of a `SampleTokens`, it may already embed what follows:
+the next Embed asks for it, unless the answer ends or a race below intervenes. So an Embed has
+priority after a `SampleTokens`, and the reverse after an Embed. Races:
 
 - Restart against a running Embed: the restart wins. The output is of an older gen and is dropped;
   the next Embed crops the local cache. If that cannot be cropped so far, `missed` restarts at 0.
-- Restart against a running Pick: both count. Its rows were accepted before, so the tokens hold;
-  chunks are injected again after them.
+- Restart against a running `SampleTokens`: both count. Its rows were accepted before, so the tokens
+  hold; chunks are injected again after them.
 - The end against everything: the end wins. Close is sent once; later answers to jobs, results and
   gaps find a state that ignores them. If Close is lost, ``close_s`` ends the wait.
 """
@@ -153,7 +153,9 @@ class Entry:
         self._best = 0  # known tokens that ever came back: the measure of progress
         self._injected = 0
         self._flight: deque[int] = deque()  # end position of each chunk or step in flight
-        self._back: dict[int, Blob | None] = {}  # rows that wait for a Pick, by end position
+        self._back: dict[
+            int, Blob | None
+        ] = {}  # rows that wait for a `SampleTokens`, by end position
         self._job: Embed | SampleTokens | None = None
         self._ahead: tuple[int, ...] = ()  # drafts in flight after the last known token
         self._steps: deque[tuple[int, ...]] = deque()  # drafts after those, to be injected
@@ -366,7 +368,7 @@ class Entry:
         return self._start_pick() or self._start_embed()
 
     def _start_pick(self) -> list[Action]:
-        """Start the Pick of the first step in flight, if it has come back."""
+        """Start the `SampleTokens` of the first step in flight, if it has come back."""
         if self._job or not self._flight or self._flight[0] not in self._back:
             return []
         self._done = end = self._flight.popleft()

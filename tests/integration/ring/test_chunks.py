@@ -15,7 +15,7 @@ from meshllm.node.compute.batcher import Batcher
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
 from meshllm.node.session.generation import GenerationRequest, Token
-from meshllm.protocol.planning.chunking import usual_pace
+from meshllm.protocol.planning.chunking import default_pace
 from meshllm.protocol.session.pace import PrefillPacing
 from meshllm.request import Prefilled, Sampling
 from meshllm.testing.models import tiny_model
@@ -155,6 +155,6 @@ async def test_a_prompt_is_prefilled_in_the_default_chunks(
             await anext(other)
             await answer(ring, order([8] * 8, 1))
 
-    assert paces == [usual_pace(prompt, 3) for prompt in (10, 100, 2000)]
+    assert paces == [default_pace(prompt, 3) for prompt in (10, 100, 2000)]
     assert asked == [(10, 0), (9, 0), (8, 1)]
     assert [o.done for o in outputs if isinstance(o, Prefilled)] == [4, 8, 10]

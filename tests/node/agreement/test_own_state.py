@@ -14,8 +14,8 @@ from meshllm.node.agreement.load_watch import LOAD_S
 from meshllm.node.agreement.own_state import HANGS, trouble_of
 from meshllm.node.provider import NO_ANSWER, STARTING
 from meshllm.protocol.agreement.groups import groups_in, groups_of
+from meshllm.protocol.membership.peer_limit import FAULTS_S, MAX_FAULTS
 from meshllm.protocol.membership.records import Lifecycle, ModelOffer, StateRecord
-from meshllm.protocol.membership.strikes import FAULTS_S, MAX_FAULTS
 from meshllm.testing.clock import run_virtual
 from tests.builders.ring_places import (
     LATER,

@@ -24,8 +24,8 @@ from meshllm.node.net.beacon import (
     MAX_READS,
     READS_PER_S,
     Beacon,
-    GuestBeacons,
     Guests,
+    JoinerBeacons,
     MemberBeacons,
     ReadLimit,
     open_beacon,
@@ -45,7 +45,7 @@ from tests.builders.waiting import until
 MESH = MeshId(b"m" * 16)
 GUEST = b"g" * 32
 ME, PEER = NodeId(b"a" * NODE_ID_BYTES), NodeId(b"b" * NODE_ID_BYTES)
-CODE = GuestBeacons(MESH, ME)
+CODE = JoinerBeacons(MESH, ME)
 AT = ("ws://10.0.0.7:7700", "ws://[fd00::1]:7700")
 Heard = list[tuple[NodeId, tuple[str, ...]]]
 
@@ -63,7 +63,7 @@ class FakeTransport(asyncio.DatagramTransport):
 def beacon_of(
     heard: Heard, *addresses: str, guests: Guests = tuple
 ) -> tuple[Beacon, FakeTransport]:
-    beacon = Beacon(GuestBeacons(MESH, ME), ME, lambda node, at: heard.append((node, at)), guests)
+    beacon = Beacon(JoinerBeacons(MESH, ME), ME, lambda node, at: heard.append((node, at)), guests)
     beacon.addresses = addresses
     transport = FakeTransport()
     beacon.add(transport, "239.255.77.77")
@@ -71,7 +71,7 @@ def beacon_of(
 
 
 def write(node: NodeId, addresses: Sequence[str], psk: bytes = MESH) -> bytes:
-    (beacon,) = GuestBeacons(psk, node).seal(addresses, None)
+    (beacon,) = JoinerBeacons(psk, node).seal(addresses, None)
     return beacon
 
 
@@ -105,7 +105,7 @@ def test_long_addresses_are_left_out_from_the_end() -> None:
 
 
 def test_another_mesh_cannot_decrypt_a_beacon() -> None:
-    assert GuestBeacons(MeshId(bytes(16)), ME).read(write(PEER, AT)) is None
+    assert JoinerBeacons(MeshId(bytes(16)), ME).read(write(PEER, AT)) is None
 
 
 def test_no_two_beacons_have_the_same_bytes() -> None:
@@ -283,7 +283,7 @@ def test_a_guest_is_answered_under_the_key_of_its_ticket() -> None:
         return [data for _, data, _ in transport.sent]
 
     (answer,) = run_virtual(scenario())
-    assert GuestBeacons(GUEST, ME).read(answer) == (ME, ("ws://me",))
+    assert JoinerBeacons(GUEST, ME).read(answer) == (ME, ("ws://me",))
     assert CODE.read(answer) is None
     assert heard == []
 
@@ -323,8 +323,8 @@ async def test_two_nodes_on_one_network_discover_each_other(
             both.set()
 
     async with (
-        open_beacon(GuestBeacons(MESH, ME), ME, note) as one,
-        open_beacon(GuestBeacons(MESH, PEER), PEER, note) as other,
+        open_beacon(JoinerBeacons(MESH, ME), ME, note) as one,
+        open_beacon(JoinerBeacons(MESH, PEER), PEER, note) as other,
     ):
         if not (one._transports and other._transports):
             pytest.skip("no interface of this machine takes multicast")
@@ -354,7 +354,7 @@ async def test_a_port_in_use_is_logged(
         v4.bind(("", 0))
         monkeypatch.setattr(module, "PORT", v4.getsockname()[1])
         v6.bind(("::", module.PORT))
-        async with open_beacon(GuestBeacons(MESH, ME), ME, lambda *_: None) as beacon:
+        async with open_beacon(JoinerBeacons(MESH, ME), ME, lambda *_: None) as beacon:
             beacon.send()
 
             assert beacon._transports == {}
@@ -398,7 +398,7 @@ async def test_interfaces_that_appear_or_change_later_are_used_too(
     loop, heard = asyncio.get_running_loop(), []
 
     with inbox:
-        async with open_beacon(GuestBeacons(MESH, ME), ME, lambda *_: None) as beacon:
+        async with open_beacon(JoinerBeacons(MESH, ME), ME, lambda *_: None) as beacon:
             beacon.addresses = AT
             running = asyncio.ensure_future(beacon.run(0.01))
             await until(lambda: looks > 2)  # it runs without an interface
@@ -444,7 +444,7 @@ def test_members_read_the_beacons_of_members() -> None:
     assert beacons(C, OF_C).read(data) == (A.node, AT)
     assert beacons(D, CLIENT).read(data) is None
     assert beacons(A, FOUNDED).read(data) is None
-    assert GuestBeacons(FOUNDED.mesh, ME).read(data) is None
+    assert JoinerBeacons(FOUNDED.mesh, ME).read(data) is None
     assert len(data) <= MAX_BEACON_BYTES
 
 

@@ -22,7 +22,7 @@ from meshllm.node.requests.peer_requests import (
 from meshllm.node.requests.request_json import request_to_json
 from meshllm.node.requests.router import RequestRouter
 from meshllm.protocol.membership.codec import AskModels, Generate, ModelList
-from meshllm.protocol.membership.strikes import MAX_STRIKES, WINDOW_S
+from meshllm.protocol.membership.peer_limit import MAX_INVALID, WINDOW_S
 from meshllm.protocol.trust.credential import ClientLimits
 from meshllm.request import Answer, Prefilled, Request
 from tests.builders.request_world import (
@@ -72,7 +72,7 @@ def test_a_peer_with_many_malformed_requests_is_refused(world: World) -> None:
     router = world.add(ME)
 
     async def scenario() -> None:
-        for number in range(MAX_STRIKES):
+        for number in range(MAX_INVALID):
             router.receive(OTHER, Generate(bytes([number]) * 16, b"{"), is_client=True)
             await asyncio.sleep(0.1)
         with pytest.raises(PeerFault, match="malformed requests"):
@@ -82,7 +82,7 @@ def test_a_peer_with_many_malformed_requests_is_refused(world: World) -> None:
         router.receive(OTHER, Generate(ASK, b"{"), is_client=True)
 
     world.run(scenario)
-    assert [len(world.said(peer)) for peer in (OTHER, ENTRY)] == [MAX_STRIKES + 1, 1]
+    assert [len(world.said(peer)) for peer in (OTHER, ENTRY)] == [MAX_INVALID + 1, 1]
 
 
 @pytest.mark.parametrize("is_client", [True, False])
@@ -96,7 +96,7 @@ def test_a_peer_whose_user_asks_for_too_much_keeps_its_link(
     router.peers._longest = lambda: SHORT_BYTES
 
     async def scenario() -> None:
-        for number in range(MAX_STRIKES):
+        for number in range(MAX_INVALID):
             request = Generate(bytes([number]) * 16, data)
             router.receive(OTHER, request, is_client=is_client)
             await asyncio.sleep(0.1)

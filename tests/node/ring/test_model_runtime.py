@@ -17,7 +17,7 @@ from meshllm.node.compute.worker import Worker
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring import model_runtime
 from meshllm.node.ring.model_runtime import ModelRuntime
-from meshllm.protocol.planning.chunking import RankTimes, RingTimes, usual_pace
+from meshllm.protocol.planning.chunking import RankTimes, RingTimes, default_pace
 from meshllm.protocol.planning.plan import Ends, LinkSpeed, Plan, PlanStage
 from meshllm.protocol.ring.hang import FIRST_S, HANG_S
 from meshllm.protocol.session.codec import MAX_ROWS
@@ -172,7 +172,7 @@ async def test_a_prompt_goes_in_the_best_chunks(model: ModelRuntime) -> None:
     ranks = tuple(RankTimes(offer(A, 2, ms=100), 2.0, LinkSpeed(0.5)) for _ in range(3))
     times = RingTimes(ranks, 0.0, 8)
 
-    assert model.pace(3, 2000, 0, None) == usual_pace(2000, 3)
+    assert model.pace(3, 2000, 0, None) == default_pace(2000, 3)
     alone, beside = (model.pace(3, 2000, others, times) for others in (0, 1))
     best = [times.best_pace(2000, others) for others in (0, 1)]
     assert [(each.chunk, each.window) for each in (alone, beside)] == [

@@ -19,7 +19,7 @@ from meshllm.node.ring.span_loader import LoadedSpan, RankPart, SpanLoader
 from meshllm.node.session.entry import EntryNode
 from meshllm.node.session.generation import GenerationRequest
 from meshllm.node.session.stage import StageNode
-from meshllm.protocol.planning.chunking import RankTimes, RingTimes, usual_pace
+from meshllm.protocol.planning.chunking import RankTimes, RingTimes, default_pace
 from meshllm.protocol.planning.plan import LinkSpeed
 from meshllm.protocol.ring import slowdown
 from meshllm.protocol.ring.forming import Begin
@@ -92,7 +92,7 @@ def test_the_prefill_pace_follows_the_latest_times(world: World) -> None:
         async with serving_alone(world) as (a, entry):
             before = entry.pace(2000, 0)
             a.known = RingTimes((RankTimes(offer(A, 6, ms=100), 6.0, LinkSpeed(0.0)),), 0.0, 8)
-            assert before == usual_pace(2000, 1)
+            assert before == default_pace(2000, 1)
             assert entry.pace(2000, 1).chunk == a.known.best_pace(2000, 1).chunk != before.chunk
 
     run_virtual(main())

@@ -60,8 +60,8 @@ class FakeGeneration:
         self.opened += 1
         return torch.full((1, self.rows, 1), self.row)
 
-    def pick(self, _job: SampleTokens, logits: Tensor, _watch: Stopwatch) -> list[float]:
-        self._maybe_fail("pick")
+    def sample(self, _job: SampleTokens, logits: Tensor, _watch: Stopwatch) -> list[float]:
+        self._maybe_fail("sample")
         return [float(value) for value in logits.flatten()]
 
     def next_step(self, _watch: Stopwatch) -> tuple[Embed, Tensor, CountedCache] | None:
@@ -116,7 +116,7 @@ def test_a_session_whose_answer_ended_has_no_next_step() -> None:
     assert front.passes == []
 
 
-@pytest.mark.parametrize("place", ["open", "pick"])
+@pytest.mark.parametrize("place", ["open", "sample"])
 def test_an_error_before_the_tokens_ends_one_session_only(place: str) -> None:
     ends, front = ends_of(Head())
     error = ModelError("no row")

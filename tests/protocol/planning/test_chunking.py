@@ -18,8 +18,8 @@ from meshllm.protocol.planning.chunking import (
     STALL_S,
     RankTimes,
     RingTimes,
+    default_pace,
     ring_times,
-    usual_pace,
 )
 from meshllm.protocol.planning.plan import Ends, Links, LinkSpeed, Offer, Plan, PlanStage
 from meshllm.protocol.session.blob import seal, session_key
@@ -264,16 +264,16 @@ def test_step_time_depends_on_the_rows() -> None:
 
 
 def test_without_times_more_ranks_get_shorter_chunks() -> None:
-    chunks = [[usual_pace(prompt, n).chunk for n in (1, 2, 3, 8)] for prompt in (40, 500, 2000)]
+    chunks = [[default_pace(prompt, n).chunk for n in (1, 2, 3, 8)] for prompt in (40, 500, 2000)]
 
     assert chunks == [[40, 40, 40, 40], [256, 128, 128, 64], [256, 256, 256, 128]]
-    assert [usual_pace(2000, n).window for n in (1, 3, 64)] == [1, 3, MAX_PENDING]
-    assert usual_pace(10**6, 2).chunk == DEFAULT_MAX_ROWS
-    assert usual_pace(2000, 2, most=100).chunk == 100
+    assert [default_pace(2000, n).window for n in (1, 3, 64)] == [1, 3, MAX_PENDING]
+    assert default_pace(10**6, 2).chunk == DEFAULT_MAX_ROWS
+    assert default_pace(2000, 2, most=100).chunk == 100
 
 
 def test_longer_prompts_never_get_shorter_chunks_without_times() -> None:
-    chunks = [usual_pace(prompt, 3).chunk for prompt in range(1, 5000)]
+    chunks = [default_pace(prompt, 3).chunk for prompt in range(1, 5000)]
 
     assert all(a <= b for a, b in pairwise(chunks))
 

@@ -9,7 +9,7 @@ from meshllm.names import NodeId, SessionId, Span
 from meshllm.protocol.drafting.window import MAX_STEP_ROWS
 from meshllm.protocol.kv_cache.admission import MAX_OPEN_SESSIONS, MAX_SESSIONS
 from meshllm.protocol.kv_cache.prefix_index import Chunk, PrefixHit
-from meshllm.protocol.planning.chunking import RankTimes, RingTimes, usual_pace
+from meshllm.protocol.planning.chunking import RankTimes, RingTimes, default_pace
 from meshllm.protocol.planning.plan import LinkSpeed, Offer
 from meshllm.protocol.session.actions import Closed, Embed, Failed, GenerationTask, SampleTokens
 from meshllm.protocol.session.blob import seal, session_key
@@ -62,7 +62,7 @@ def test_a_prompt_alone_has_as_many_chunks_in_flight_as_when_each_session_had_64
     row_bytes: int, ring: int, prompt: int
 ) -> None:
     paces = [
-        usual_pace(prompt, ring),
+        default_pace(prompt, ring),
         *(
             measured(ring, table, latency_s).best_pace(prompt)
             for table in (CPU, GPU)
