@@ -15,8 +15,10 @@ from meshllm.model.split.meta_model import build
 from meshllm.model.split.structure import ModelStructure, find_structure
 
 
-def structure_of(name: str) -> ModelStructure:
-    return build(tiny_config(name, read_table()), torch.float32).structure
+def structure_of(name: str, layers: int | None = None) -> ModelStructure:
+    config = tiny_config(name, read_table())
+    config.num_hidden_layers = layers or config.num_hidden_layers
+    return build(config, torch.float32).structure
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,13 @@ def test_the_ends_are_distinguished_from_the_layers(name: str, parts: Parts) -> 
 @pytest.mark.parametrize(("name", "arity"), [("llama", 0), ("bloom", 1), ("bamba", 2)])
 def test_the_arity_of_the_layers_is_found(name: str, arity: int) -> None:
     assert structure_of(name).arity == arity
+
+
+@pytest.mark.parametrize(("name", "arity"), [("llama", 0), ("bloom", 1)])
+def test_the_arity_of_a_single_layer_shows_in_the_shape_of_the_logits(
+    name: str, arity: int
+) -> None:
+    assert structure_of(name, layers=1).arity == arity
 
 
 def test_the_signature_of_the_forward_is_read() -> None:

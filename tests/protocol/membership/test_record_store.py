@@ -331,7 +331,10 @@ def test_a_membership_ends_when_it_expires() -> None:
 
 
 def test_a_membership_without_expiry_does_not_end() -> None:
-    assert RecordStore(MESH).expires_at_s() == inf
+    records = RecordStore(MESH)
+
+    assert records.expires_at_s() == inf
+    assert records.founder is None
     assert expires_at_s(CREDENTIALS[MIDDLE.node]) == inf
 
 

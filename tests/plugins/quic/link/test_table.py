@@ -23,6 +23,17 @@ def test_a_connection_is_found_by_each_of_its_ids() -> None:
     assert connection() not in table
 
 
+def test_an_id_that_was_dropped_may_be_that_of_another_connection() -> None:
+    table, one, other = ConnectionTable(), connection(), connection()
+    table.add(one, b"1")
+    table.drop(b"1")
+    table.add(other, b"1")
+
+    table.remove(one)
+
+    assert table.find(b"1") is other
+
+
 def test_a_closed_connection_is_answered_a_few_times_and_with_no_more_than_it_sent() -> None:
     table, one = ConnectionTable(), connection()
     table.add(one, b"1")
