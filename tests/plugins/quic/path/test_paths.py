@@ -343,6 +343,8 @@ def test_data_through_the_relay_replaces_a_silent_route_at_once() -> None:
     assert RouteChanged() not in side.actions
     assert side.paths.heard(None, now) == [RouteChanged()]
     assert (before, side.paths.route) == (Direct(A), RELAY)
+    assert side.paths.deadline is not None
+    assert side.paths.deadline > now
 
 
 def test_a_live_route_is_kept_despite_data_through_the_relay() -> None:
