@@ -286,11 +286,12 @@ def test_rows_of_two_nodes_are_joined() -> None:
     one.add(2, 0, 4, rows)
     other.add(3, 0, 4, rows)
     other.add(4, 0, 0, rows[:, :1])
+    one.add(5, 0, 0, rows[:, :1])
 
     one.join(other)
 
     assert sorted(one.layers) == [2, 3]
-    assert sorted(one.sent) == [4]
+    assert sorted(one.sent) == [4, 5]
 
 
 @pytest.mark.parametrize("change", ["width", "type"])

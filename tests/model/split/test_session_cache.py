@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 
 from meshllm.errors import ModelError
 from meshllm.model.files.source import Source, resolve
-from meshllm.model.split.kv_cache import SpanCache
+from meshllm.model.split.kv_cache import Rows, SpanCache
 from meshllm.model.split.received_rows import ReceivedRows
 from meshllm.model.split.session_cache import SentRows, SessionCache
 from meshllm.model.steps.runner import SpanRunner
@@ -108,6 +108,14 @@ def test_a_branch_has_its_own_rows_up_to_its_length(empty: SessionCache) -> None
     assert recorded(empty, 0, 6) == recorded(long, 0, 6) == [0, 1, 2, 3, 4, 5]
     assert recorded(long, 0, 7) is None
     assert none.sent == {}
+
+
+def test_recorded_rows_are_found_by_their_positions(empty: SessionCache) -> None:
+    empty.sent[3] = 4, Rows(rows_of(4, 12))
+    empty.record(3, 4, rows_of(4, 12))
+
+    assert recorded(empty, 5, 7) == [5, 6]
+    assert recorded(empty, 3, 5) is None
 
 
 def test_only_rows_at_the_layers_of_the_new_pieces_are_kept() -> None:

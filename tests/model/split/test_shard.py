@@ -235,7 +235,25 @@ def test_a_head_that_shares_all_weights_needs_no_file(tied: Model, ids: Tensor) 
     assert head.forward(torch.zeros(1, 2, 64), None).shape[:2] == (1, 2)
 
 
-def test_stock_code_gets_the_cache_and_the_positions_behind_it(tied: Model, ids: Tensor) -> None:
+@pytest.mark.parametrize(
+    ("part", "takes"),
+    [
+        (Part(Span(0, 0), embed=True, head=False), True),
+        (Part(Span(0, 3), embed=False, head=False), True),
+        (Part(Span(6, 6), embed=False, head=True), False),
+    ],
+)
+def test_parts_that_attend_or_embed_get_the_mask_of_a_batch(
+    tied: Model, ids: Tensor, part: Part, *, takes: bool
+) -> None:
+    shard = tied.shard(part)
+    x = ids if part.embed else torch.zeros(*ids.shape, shard.row_format.width)
+    options = [shard._options(x, None, None, mask) for mask in (torch.ones_like(ids), None)]
+
+    assert ["attention_mask" in each for each in options] == [takes, False]
+
+
+def test_stock_code_gets_the_cache_and_the_positions_after_it(tied: Model, ids: Tensor) -> None:
     shard, given = tied.shard(SPLITS["one part"][0]), list[dict[str, Any]]()
     cache = shard.new_cache()
     note = shard.model.register_forward_pre_hook(

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshllm.model.split.stubs import EndStub, LayerStub, first, with_first
+from meshllm.model.split.stubs import EndStub, LayerStub, ProjectionStub, first, with_first
 
 HIDDEN = torch.ones(1, 2, 4)
 
@@ -50,6 +50,12 @@ def test_an_embedding_becomes_a_zero_that_broadcasts() -> None:
 
 def test_a_norm_or_projection_returns_the_hidden_state() -> None:
     assert EndStub(nn.Linear(4, 8))(None, HIDDEN) is HIDDEN
+
+
+def test_a_linear_module_whose_products_nobody_needs_gives_zeros_of_their_shape() -> None:
+    products = ProjectionStub(nn.Linear(4, 8))(torch.ones(2, 3, 4))
+
+    assert torch.equal(products, torch.zeros(2, 3, 8))
 
 
 def test_the_hidden_state_is_the_first_argument_or_the_keyword_of_that_name() -> None:
