@@ -6,7 +6,7 @@ from unittest.mock import patch
 import pytest
 
 from meshllm.errors import ModelError, UserError
-from meshllm.names import Span
+from meshllm.names import NodeId, Span
 from meshllm.protocol.agreement.advice import advise
 from meshllm.protocol.agreement.best_plan import to_division
 from meshllm.protocol.membership.charter import Amendments, Term, merge
@@ -243,6 +243,18 @@ def test_proportional_takes_the_first_entry_that_works() -> None:
     assert spans(plan) == {A: "0:1", B: "1:2"}
     with pytest.raises(ModelError, match="lacks"):
         make_plan(offers, NEAR, shape, policy="proportional")
+
+
+@pytest.mark.parametrize(("prefer", "nodes"), [((), {A, B}), ((C,), {A, C}), ((D,), {A, D})])
+def test_proportional_uses_the_preferred_nodes_before_larger_ones(
+    prefer: tuple[NodeId, ...], nodes: set[NodeId]
+) -> None:
+    offers = [offer(A, 6), offer(B, 5), offer(C, 4), offer(D, 4)]
+    terms = PlanConstraints(members=2, prefer=prefer)
+
+    plan = make_plan(offers, NEAR, model(6), policy="proportional", terms=terms)
+
+    assert set(spans(plan)) == nodes
 
 
 def test_proportional_leaves_out_a_node_that_holds_no_layer_in_any_order() -> None:

@@ -154,6 +154,24 @@ def test_links_seal_as_published(number: int) -> None:
         assert (head + body).hex() == link[f"sealed {number}"]
 
 
+def test_both_sides_say_how_far_they_are() -> None:
+    talks = [Talk(until=messages) for messages in range(1, 5)]
+    pairs = [(talk.dialer.state, talk.listener.state) for talk in talks]
+
+    assert pairs == [
+        (HandshakeState.HELLO_SENT, HandshakeState.START),
+        (HandshakeState.HELLO_SENT, HandshakeState.ANSWERED),
+        (HandshakeState.PROVEN, HandshakeState.ANSWERED),
+        (HandshakeState.PROVEN, HandshakeState.JUDGING),
+    ]
+
+
+def test_a_listener_that_decides_takes_no_message() -> None:
+    text = expect_end(Talk().listener, b"again", PeerFault)
+
+    assert text == "Message of 5 bytes while the decision is pending"
+
+
 def test_both_sides_are_authenticated() -> None:
     talk = Talk()
 
