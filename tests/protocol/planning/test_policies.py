@@ -250,7 +250,7 @@ def test_proportional_uses_the_preferred_nodes_before_larger_ones(
     prefer: tuple[NodeId, ...], nodes: set[NodeId]
 ) -> None:
     offers = [offer(A, 6), offer(B, 5), offer(C, 4), offer(D, 4)]
-    terms = PlanConstraints(members=2, prefer=prefer)
+    terms = PlanConstraints(entry=A, members=2, prefer=prefer)
 
     plan = make_plan(offers, NEAR, model(6), policy="proportional", terms=terms)
 
