@@ -9,11 +9,9 @@ first message of a ring link names the plan that the link belongs to.
 
 The plan in force is the *incumbent*: the plan with the highest (epoch, digest) of all that living
 nodes follow. A node that restarts or joins late therefore adopts the current plan, and after a
-partition heals one of the two rings is dissolved. A ring that works and whose nodes all follow its
-plan takes precedence over later plans of which this is not true: a member outside of a ring cannot
-end it with a plan that it made up. The incumbent is kept while it works: its nodes are alive,
-accepted and linked rank to rank, its layers fit, and the charter still names its model. Ranks of
-which one refuses the other for invalid data count as not linked. When it stops working, or
+partition heals one of the two rings is dissolved. The incumbent is kept while it works: its nodes
+are alive, accepted and linked rank to rank, its layers fit, and the charter still names its model.
+Ranks of which one refuses the other for invalid data count as not linked. When it stops working, or
 a node of it is leaving, another plan replaces it at once: one in which all others keep their
 layers, see `continuity`, if the best plan gains no more than `GAIN`, or the best. A leaving node
 serves on while no other plan exists. Otherwise a better plan waits until the entry has no session
@@ -118,7 +116,8 @@ def agree(view: MeshView, before: Agreement | None = None) -> Agreement:
     known, ready = followed_plans(view), ready_members(view, here)
     epoch = 1 + max((plan.epoch for plan in known.values()), default=0)
     followed = {node: plan for node, plan in known.items() if is_of_group(view, plan)}
-    plans = {node: plan for node, plan in followed.items() if node in here}
+    plans = [plan for node, plan in followed.items() if node in here]
+    incumbent = max(plans, key=lambda plan: plan.precedence, default=None)
     found = find_candidates(view, here, _nodes_in_force(view, here, followed))
     plan, ahead, standbys = None, None, found.waiting
     best = before.best if before else None
@@ -128,7 +127,6 @@ def agree(view: MeshView, before: Agreement | None = None) -> Agreement:
         best, reason = None, str(error)
     else:
         best = find_best(case, best)
-        incumbent = _incumbent(case, plans)
         decided = spare = _decide(case, best, incumbent, epoch)
         without = frozenset[NodeId]()
         while not spare.lacking <= without:
@@ -138,10 +136,6 @@ def agree(view: MeshView, before: Agreement | None = None) -> Agreement:
         if spare.ahead or spare.plan != incumbent:
             decided = spare
         plan, reason, ahead = decided.plan, decided.reason, decided.ahead
-        if incumbent is not None:
-            later = {each for each in plans.values() if each.precedence > incumbent.precedence}
-            ahead = _as_followed(ahead, later)
-            plan = plan if plan == incumbent else _as_followed(plan, later)
         if plan is not None:
             standbys = {**standbys, **_standbys(best, plan)}
     return Agreement(
@@ -183,26 +177,6 @@ def _nodes_in_force(
     if latest is None:
         return ()
     return nodes_of(max(plans, key=rank) if len(plans) > 1 else latest)
-
-
-def _incumbent(case: PlanningInput, plans: Mapping[NodeId, Plan]) -> Plan | None:
-    """Return the plan in force of those that nodes follow; None if none follows one."""
-    latest = sorted(set(plans.values()), key=lambda plan: plan.precedence, reverse=True)
-    intact = (
-        plan
-        for plan in latest
-        if all(plans.get(node) == plan for node in nodes_of(plan)) and not _fault(case, plan)
-    )
-    return next(intact, latest[0] if latest else None)
-
-
-def _as_followed(plan: Plan | None, later: Collection[Plan]) -> Plan | None:
-    """Return a decided plan, in the epoch in which nodes outside of the ring in force follow it.
-
-    They may be the first to follow what replaces the incumbent: ``later`` plans than that.
-    """
-    same = (each for each in later if plan and replace(each, epoch=plan.epoch) == plan)
-    return max(same, key=lambda each: each.epoch, default=plan)
 
 
 def _has_served(view: MeshView, here: Collection[NodeId], known: Mapping[NodeId, Plan]) -> bool:

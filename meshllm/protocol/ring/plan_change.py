@@ -28,8 +28,6 @@ Races, and who wins:
 - Another plan is agreed on meanwhile: it settles and is prepared instead; the limit of the time
   runs on, so that plans that keep changing hold up nothing.
 - The followed plan is agreed on again, as when a session begins: nothing more happens.
-- An older plan than the followed one is agreed on: if other nodes of it follow it, as after the
-  later ring broke elsewhere, so does this one; else a newer one will come.
 - A node cannot prepare, for lack of memory or weights: it publishes that it has prepared too, and
   loads when it follows the plan. A node that says nothing holds up the rest for `PREPARE_S`.
 """
@@ -120,7 +118,7 @@ class PlanChange:
     def look(self, plan_change_input: PlanChangeInput, now: float) -> list[Prepare | Follow]:
         """Decide what to do now; called after each change, and at the deadline."""
         plan, followed = plan_change_input.plan, plan_change_input.followed
-        if plan == followed or (_is_older(plan, followed) and not plan_change_input.is_begun):
+        if plan == followed or _is_older(plan, followed):  # a newer one will come
             self.reset()
             return []
         wanted = plan, plan_change_input.settle_s

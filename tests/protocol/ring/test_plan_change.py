@@ -51,12 +51,6 @@ def test_an_older_plan_is_not_followed() -> None:
     assert machine.state is PlanChangeState.FOLLOWING
 
 
-def test_an_older_plan_that_others_follow_is_followed() -> None:
-    machine = PlanChange()
-
-    assert machine.look(PlanChangeInput(OLD, NEW, 0.0, is_begun=True), 0.0) == [Follow(OLD)]
-
-
 @pytest.mark.parametrize(("epoch", "follows"), [(MAX_JUMP + 1, False), (MAX_JUMP + 2, True)])
 def test_a_much_older_plan_replaces_one_with_an_absurd_epoch(epoch: int, *, follows: bool) -> None:
     machine = PlanChange()
