@@ -34,7 +34,7 @@ slow:
     pytest -n 2 --dist worksteal --hypothesis-profile search tests/property
     python -m tests.bench.parity_processors
 
-# half an hour: changes of the code that no test notices, in a random sample of each area, and a table
+# 20 minutes: changes of the code that no test notices, in a random sample of each area, and a table
 mutants *options="--sample 25":
     python -m tests.mutants {{options}}
 

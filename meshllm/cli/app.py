@@ -35,7 +35,7 @@ Each setting can be a flag, a variable MESHLLM_NAME or a line of config.toml;
 COMMANDS = (
     ("chat", "chat.chat:chat", "Ask one question or hold a conversation."),
     ("node", "node.node:node", "Run a node that holds layers and serves requests."),
-    ("serve", "node.serve:serve", "Serve the OpenAI-compatible API on TCP."),
+    ("serve", "node.serve:serve", "Serve the OpenAI- and Anthropic-compatible API on TCP."),
     (
         "provide",
         "node.provide:provide",

@@ -241,7 +241,9 @@ def _waits_for(view: NodeView, ring: RingView, nodes: Sequence[NodeId]) -> str:
     if ring.is_unused and not nodes:
         return "not in use: a request loads it, on nodes of another unused model"
     if ring.lacks_bytes:
-        return f"lacks {ring.lacks_bytes / 2**30:.2f} GiB: one more node with the model"
+        size, unit = (2**30, "GiB") if ring.lacks_bytes >= 2**30 else (2**20, "MiB")
+        needed = f"{ring.lacks_bytes / size:.1f} {unit} of memory"
+        return f"needs one more node with the model, with {needed}"
     names = names_of(nodes, view.profiles)
     return f"its nodes are loading and connecting: {names}" if nodes else "no node is free"
 

@@ -96,8 +96,8 @@ RINGS = (
                 StageStatus(1, node_id(1), NAMES[1], Span(10, 20))),
     ),
     ServedRing(
-        "big", 1, RingState.FORMING, "lacks 2.10 GiB: one more node with the model", is_own=False,
-        epoch=0, entry=None, stages=(), standbys=(Named(node_id(2), NAMES[2]),),
+        "big", 1, RingState.FORMING, "needs one more node with the model, with 2.1 GiB of memory",
+        is_own=False, epoch=0, entry=None, stages=(), standbys=(Named(node_id(2), NAMES[2]),),
         lacks_bytes=2254857830,
     ),
 )  # fmt: skip

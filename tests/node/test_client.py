@@ -468,9 +468,8 @@ def test_an_answer_goes_on_at_another_node_with_the_tokens_so_far(run: Run) -> N
             node.says = SAID
         async with client(network, ticket(nodes[0])) as thin:
             await thin.entries()
-            thin.links.hint(
-                nodes[1].me, [nodes[1].address], LocalAddressPolicy.YES
-            )  # as its beacon does
+            # As its beacon does.
+            thin.links.hint(nodes[1].me, [nodes[1].address], LocalAddressPolicy.YES)
             await asyncio.sleep(1)
             told = list[Event]()
             async for event in thin.generate(REQUEST):

@@ -493,6 +493,6 @@ async def test_a_ring_that_nobody_uses_says_what_loads_it(node: Owned) -> None:
     node.see(rings=(ring, waits, replace(waits, is_unused=True)))
 
     _, lacking, unused = node.status().rings
-    assert lacking.reason.startswith("lacks 1.00 GiB")
+    assert lacking.reason.endswith("with 1.0 GiB of memory")
     assert unused.reason.startswith("not in use: a request loads it")
     assert (lacking.state, unused.state) == (RingState.WAITING, RingState.WAITING)

@@ -383,9 +383,8 @@ def test_two_replicas_share_a_process_and_one_goes_on_when_the_other_breaks(
     }
     until(lambda: all(stages(each) == both for each in (attic, bench, cellar)), fleet.told)
 
-    with Load(
-        attic, (other,)
-    ).running() as load:  # by one API server: two prompts at a time, one for each ring
+    # By one API server: two prompts at a time, one for each ring.
+    with Load(attic, (other,)).running() as load:
         load.more(1)
         asked = [outcome(attic, other, f"{number} is") for number in range(8)]
         answered = {name for name, at in rings(attic.status()).items() if at["status"]["measured"]}

@@ -35,6 +35,8 @@ MAX_TOGETHER = 8  # generations of one request at a time; the next ones start as
 IndexedEvent: TypeAlias = tuple[int, Event]
 """An event, and the place of the request to which it belongs."""
 
+_IndexedEvents: TypeAlias = AsyncGenerator[IndexedEvent, None]
+
 logger = logging.getLogger(__name__)
 
 
@@ -60,7 +62,7 @@ class _Tally:
                 self.written = event.written_for(self.asked)
 
 
-def _untimed(events: AsyncGenerator[IndexedEvent, None]) -> AsyncGenerator[IndexedEvent, None]:
+def _untimed(events: _IndexedEvents) -> _IndexedEvents:
     return events
 
 
@@ -138,10 +140,8 @@ class Service:
         model: ModelStatus,
         asked: Sequence[Request],
         outline: OutlineMode | None = None,
-        timed: Callable[
-            [AsyncGenerator[IndexedEvent, None]], AsyncGenerator[IndexedEvent, None]
-        ] = _untimed,
-    ) -> AsyncGenerator[IndexedEvent, None]:
+        timed: Callable[[_IndexedEvents], _IndexedEvents] = _untimed,
+    ) -> _IndexedEvents:
         """Yield the events of all requests, each with the place of its own, see `Backend`.
 
         They are one request of the key, accounted for at its end; an error in one ends all, as does

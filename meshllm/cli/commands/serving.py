@@ -127,8 +127,9 @@ def _serve_planned(
 
 def _tell(served: "ModelStatus") -> None:
     render.out(served.name)
-    rings = "a ring" if served.replicas == 1 else f"up to {served.replicas} rings"
-    render.print_message(f"served by {rings} of {served.layers} layers; see `meshllm ring status`")
+    rings = "a ring" if served.replicas == 1 else f"up to {served.replicas} rings, each"
+    layers = f"all {served.layers} layers"
+    render.print_message(f"served by {rings} with {layers}; see `meshllm ring status`")
 
 
 @takes("state")

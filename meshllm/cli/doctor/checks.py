@@ -265,7 +265,7 @@ def check_kernels(measured: Sequence[KernelTimes]) -> Iterator[Finding]:
         yield Finding("ok", "kernels", "none measured yet: it is done when a large model is loaded")
         return
     latest = time.strftime("%Y-%m-%d", time.gmtime(max(each.at_s for each in measured)))
-    head = f"measured here, last on {latest}; times as fast as the next:"
+    head = f"measured here, last on {latest}; speed relative to the second fastest:"
     yield Finding("ok", "kernels", head)
     chosen = dict[str, dict[str, list[KernelTimes]]]()
     for each in measured:

@@ -63,7 +63,7 @@ def serve(
     ] = False,
     **flags: Scalar,
 ) -> None:
-    """Serve the OpenAI-compatible API on TCP.
+    """Serve the OpenAI- and Anthropic-compatible API on TCP.
 
     The node running on this machine answers, and this command only starts its API server; without
     one it runs a node as `meshllm node` does. stdout is the URL, the variables of OpenAI's clients

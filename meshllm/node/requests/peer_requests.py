@@ -104,9 +104,8 @@ class PeerRequests:
             case CancelRequest(request_id):
                 if task := self._running.get((peer, request_id)):
                     _cancel(task)
-            case AskModels() if not self._lists.is_excluded(
-                peer, loop_time()
-            ):  # else it asks too often
+            # One that asks too often gets no answer.
+            case AskModels() if not self._lists.is_excluded(peer, loop_time()):
                 self._lists.record(peer, loop_time())
                 self._send(peer, ModelList(self.list_models()))
 

@@ -50,9 +50,7 @@ from meshllm.protocol.session.pace import PrefillPacing
 from meshllm.protocol.session.stage import Stage
 from meshllm.transport import contract
 
-RECORD_PROPAGATION_S = (
-    10.0  # s until all ranks have planned with a record: planning takes about a second
-)
+RECORD_PROPAGATION_S = 10.0  # s until all ranks have planned with a record; that takes about one
 
 logger = logging.getLogger(__name__)
 

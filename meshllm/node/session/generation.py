@@ -228,12 +228,8 @@ class Generation:
         self._make_cache = start.make
         self._history = list(order.known)
         self._is_alone = machine.is_alone
-        self._rows: Tensor | None = (
-            None  # the last local outputs, for a `SampleTokens` without a blob
-        )
-        self._next: Embed | None = (
-            None  # after the last `SampleTokens`, unless another job comes first
-        )
+        self._rows: Tensor | None = None  # the last local outputs, for sampling without a blob
+        self._next: Embed | None = None  # after the last sampling, unless another job comes first
 
     @property
     def prompt_tokens(self) -> int:

@@ -153,9 +153,7 @@ class Entry:
         self._best = 0  # known tokens that ever came back: the measure of progress
         self._injected = 0
         self._flight: deque[int] = deque()  # end position of each chunk or step in flight
-        self._back: dict[
-            int, Blob | None
-        ] = {}  # rows that wait for a `SampleTokens`, by end position
+        self._back: dict[int, Blob | None] = {}  # rows that wait to be sampled, by end position
         self._job: Embed | SampleTokens | None = None
         self._ahead: tuple[int, ...] = ()  # drafts in flight after the last known token
         self._steps: deque[tuple[int, ...]] = deque()  # drafts after those, to be injected

@@ -390,7 +390,7 @@ async def test_models_and_who_has_them_are_listed(visit: Visit, api_server: Fake
     assert "1 of 1 ring, 20 layers" in await page.inner_text("#served")
     assert await page.is_hidden("#rings-box")
     show(api_server, replace(api_server.report(), rings=RINGS))
-    await page.locator("#rings").get_by_text("lacks 2.10 GiB").wait_for()
+    await page.locator("#rings").get_by_text("with 2.1 GiB of memory").wait_for()
     assert api_server.report().nodes[0].name in await page.inner_text("#served")
 
 

@@ -136,7 +136,7 @@ def test_every_ring_of_the_mesh_is_shown() -> None:
     ]
     assert [(each.policy, each.execution) for each in seen.rings] == [("auto", "stock"), ("", "")]
     assert (seen.rings[0].speed, seen.rings[1].speed) == (seen.predicted, None)
-    assert "lacks" in seen.rings[1].reason
+    assert "one more node" in seen.rings[1].reason
     shorts = [node.short for node in status.nodes]
     assert guests.rings[0].stages == (f"{shorts[0]} 0:10", f"{shorts[1]} 10:20")
     assert [(each.holders, each.count) for each in guests.models] == [((), 2), ((), 0)]

@@ -42,8 +42,8 @@ def test_only_given_options_are_changed(meshllm: Invoke, calls: list[object]) ->
     )  # fmt: skip
 
     assert (plain.stdout, full.stdout) == ("org/m\n", "org/m\n")
-    assert "served by a ring of 12 layers" in plain.stderr
-    assert "served by up to 2 rings" in full.stderr
+    assert "served by a ring with all 12 layers" in plain.stderr
+    assert "served by up to 2 rings, each with all 12 layers" in full.stderr
     assert calls == [
         ModelOptions("org/m"),
         ModelOptions("org/m", "int8", "throughput", 3, 2, 99, ("a", "b")),

@@ -443,7 +443,7 @@ def test_kernels_are_summed_up_by_what_they_compute() -> None:
     )
 
     assert [each.found for each in findings] == [
-        "measured here, last on 1970-01-02; times as fast as the next:",
+        "measured here, last on 1970-01-02; speed relative to the second fastest:",
         "attention of prompts: own, 2.00 (1 shape; threads: 1)",
         "few rows of bf16: own, 1.20 to 1.50 (1 shape; threads: 1, 2); "
         "torch, 1.25 (1 shape; threads: 2)",

@@ -70,7 +70,7 @@ def test_all_rings_are_shown_if_there_are_several() -> None:
         "\n   ring of          replica  state    layers                  standby\n"
         "*  Qwen/Qwen3-0.6B        1  serving  attic 0:10, desk 10:20        -\n"
         "   big                    2  forming  -                             1\n"
-        "   big (2): lacks 2.10 GiB: one more node with the model\n"
+        "   big (2): needs one more node with the model, with 2.1 GiB of memory\n"
     ) in text
 
 

@@ -120,9 +120,8 @@ async def test_a_name_that_tls_proves_is_kept(names: dict[str, list[str]]) -> No
     assert await places("wss://mesh", LocalAddressPolicy.NO) == [
         DialTarget("wss://mesh", ("10.1.0.1", "fd00::9"))
     ]
-    assert await places("wss://mesh", LocalAddressPolicy.YES) == [
-        DialTarget("wss://mesh")
-    ]  # by the transport
+    by_transport = [DialTarget("wss://mesh")]
+    assert await places("wss://mesh", LocalAddressPolicy.YES) == by_transport
     assert await resolve("ws://mesh", LocalAddressPolicy.NO) == ["ws://10.1.0.1", "ws://[fd00::9]"]
 
 

@@ -273,9 +273,8 @@ def test_a_chat_with_a_deadline_leaves_only_a_ring_that_is_too_slow() -> None:
     moved = choice.choose(RINGS, due(1399), AttemptHistory())
     assert moved != first
     assert choice.choose(RINGS, due(1399), AttemptHistory()) == moved
-    assert (
-        choice.choose(RINGS, asked, AttemptHistory()) == moved
-    )  # its cache has the beginning, too
+    # Its cache has the beginning, too.
+    assert choice.choose(RINGS, asked, AttemptHistory()) == moved
 
 
 def test_the_rings_that_are_fast_enough_share_the_requests_with_a_deadline() -> None:
@@ -384,9 +383,8 @@ def test_a_ring_that_is_busier_by_a_margin_is_passed_over() -> None:
         (third,) = {*RINGS} - {first, second}
         assert choice.choose(RINGS, request, AttemptHistory()) == third
         stack.enter_context(choice.asking(third, AttemptHistory()))
-        assert (
-            choice.choose(RINGS, request, AttemptHistory()) == third
-        )  # busier by less than the margin
+        # It is busier by less than the margin.
+        assert choice.choose(RINGS, request, AttemptHistory()) == third
 
 
 def test_the_ring_that_failed_last_is_avoided_while_there_is_another() -> None:

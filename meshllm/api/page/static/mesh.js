@@ -77,7 +77,7 @@ function drawFigures(mesh) {
   }
   if (mesh.memory) {
     const { weights, packed_weights, kv_cache, prefix_cache, kv_room, process } = mesh.memory;
-    figures.push([bytes(weights + packed_weights), `of weights here, ${bytes(process)} in all`]);
+    figures.push([bytes(weights + packed_weights), `of weights here; the process holds ${bytes(process)}`]);
     figures.push([bytes(kv_cache + prefix_cache), `of ${bytes(kv_room)} KV cache here`]);
   }
   const made = figures.map(([value, name]) => {
