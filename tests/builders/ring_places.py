@@ -64,7 +64,8 @@ class Place:
         self.profiles: dict[bytes, Any] = {}
         self.machine = SimpleNamespace(
             me=me, states=self.states, publish=self._publish, alive=self.alive,
-            silent=self.silent, profiles=self.profiles, charter=None, woke=-inf,
+            silent=self.silent, profiles=self.profiles, charter=None, author=me,
+            woke=-inf,
         )  # fmt: skip
         self.probed: list[bytes] = []
         self.links = SimpleNamespace(

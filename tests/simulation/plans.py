@@ -10,8 +10,9 @@ epoch and digest, and the links of a ring compare both. Invariants of every hist
   their makers were not connected, and never without faults;
 - no plan names a node that its maker knows to be removed;
 - a node never goes back to a plan of lower precedence than one that it followed in the same run, in
-  the same ring; with several rings, `may_rejoin`, there may be none in between, and the node may
-  rejoin a ring that still serves;
+  the same ring, unless another node of that plan follows it, or did `STALE_S` ago: where two rings
+  meet, one that works outlives a later one that does not; with several rings, `may_rejoin`, there
+  may be none in between, and the node may rejoin a ring that still serves;
 - the spans of every followed plan tile the layers;
 - an answer was computed by the nodes, in the order and with the spans of one plan, which each of
   them followed at some time meanwhile.
@@ -37,6 +38,8 @@ from meshllm.protocol.planning.plan import Plan
 from meshllm.request import Answer, Event, Request
 from tests.simulation.machines import Process, process_here
 from tests.simulation.toy import LAYERS
+
+STALE_S = 10.0  # s; a node that was lost counts as alive for about as long
 
 
 def tiles(spans: list[Span]) -> bool:
@@ -134,7 +137,10 @@ class Plans:
             return
         last = self._last.get((process, runtime))
         if last is not None and (last.epoch, last.digest) > (plan.epoch, plan.digest):
-            self._fault(f"{process.number} goes back from {last} to {plan}")
+            now, encoded = asyncio.get_running_loop().time(), plan.encode()
+            others = {stage.node for stage in plan.stages} - {me}
+            if all(self._until.get((node, encoded), -inf) < now - STALE_S for node in others):
+                self._fault(f"{process.number} goes back from {last} to {plan}")
         self._last[process, runtime] = plan
         self._until[me, plan.encode()] = inf
         self._of_epoch[plan.epoch].add(plan.encode())

@@ -5,6 +5,7 @@ This node is in some of the rings; of the others it knows what their nodes publi
 
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AbstractContextManager, aclosing, asynccontextmanager
+from functools import partial
 
 from meshllm.errors import LinkLost, ModelMissing
 from meshllm.names import GroupId, LossCause, ModelKey, NodeId, RingEntry, short, show
@@ -15,7 +16,7 @@ from meshllm.node.agreement.own_state import OwnState
 from meshllm.node.agreement.ring_member import RingMember
 from meshllm.node.net.mesh_link import MeshLinks
 from meshllm.node.node_names import find_node, name_of, names_of
-from meshllm.protocol.agreement.candidates import decoded, highest_epoch
+from meshllm.protocol.agreement.candidates import decoded, highest_epoch, ring_precedence
 from meshllm.protocol.agreement.groups import find_group, groups_in, groups_of, is_exact
 from meshllm.protocol.agreement.load_estimate import retry_s
 from meshllm.protocol.membership.charter import Charter, unique_name
@@ -184,7 +185,7 @@ class RingDirectory:
             and is_formed(machine, plan)
             and self._is_by_charter(plan, group)
         ]
-        return max(plans, key=lambda plan: plan.precedence, default=None)
+        return max(plans, key=partial(ring_precedence, machine.author), default=None)
 
     def reason(self, model: str = "") -> str:
         """Return why there is no ring of a model."""

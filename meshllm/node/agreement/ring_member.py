@@ -198,7 +198,7 @@ class RingMember:
 
     def membership(self) -> RingMembership:
         """Return what this node publishes of the ring."""
-        if self.runtime and self.plan:  # else keep the last one, so that epochs never decrease
+        if self.runtime and self.plan:  # else keep the last one: the next epoch is to exceed it
             self._followed = self.plan.encode()
             self._watch.begin(self.runtime, self.group)
         prepared = self.runtime.prepared if self.runtime else None

@@ -7,22 +7,23 @@ nodes with the same items and the same component of living nodes get the same pl
 Until gossip has converged their plans may differ for a moment; every plan has an epoch, and the
 first message of a ring link names the plan that the link belongs to.
 
-The plan in force is the *incumbent*: the plan with the highest (epoch, digest) of all that living
-nodes follow. A node that restarts or joins late therefore adopts the current plan, and after a
-partition heals one of the two rings is dissolved. The incumbent is kept while it works: its nodes
-are alive, accepted and linked rank to rank, its layers fit, and the charter still names its model.
-Ranks of which one refuses the other for invalid data count as not linked. When it stops working, or
-a node of it is leaving, another plan replaces it at once: one in which all others keep their
-layers, see `continuity`, if the best plan gains no more than `GAIN`, or the best. A leaving node
-serves on while no other plan exists. Otherwise a better plan waits until the entry has no session
-that the change would hurt, and it must be faster by `GAIN`, or satisfy a constraint of the charter
-(exclude, prefer, members, fixed spans) that the incumbent violates, or be without a node whose
-share of the ring ends, see `grouping`. Where no ring satisfies what a
-member set of these, the founder's values count, see `Charter.eased`. A first plan reports how many
-of the requested members are missing: nodes that follow it wait for them for a while, to avoid
-loading layers for rings that are soon replaced. A better plan waits until its nodes have their
-weights, which they fetch meanwhile; one that replaces a broken plan does not. While it waits, the
-best plan without those nodes may take its place, if that one is better than the incumbent too.
+The plan in force is the *incumbent*, see `plan_in_force`: of the plans that work and that all their
+nodes follow, the one with the most stages, or else the latest that a living node follows. A node
+that restarts or joins late therefore adopts the current plan, after a partition heals one of the
+two rings is dissolved, and a member cannot end a ring with a plan that it made up. The incumbent is
+kept while it works: its nodes are alive, accepted and linked rank to rank, its layers fit, and the
+charter still names its model. Ranks of which one refuses the other for invalid data count as not
+linked. When it stops working, or a node of it is leaving, another plan replaces it at once: one in
+which all others keep their layers, see `continuity`, if the best plan gains no more than `GAIN`, or
+the best. A leaving node serves on while no other plan exists. Otherwise a better plan waits until
+the entry has no session that the change would hurt, and it must be faster by `GAIN`, or satisfy a
+constraint of the charter (exclude, prefer, members, fixed spans) that the incumbent violates, or be
+without a node whose share of the ring ends, see `grouping`. Where no ring satisfies what a member
+set of these, the founder's values count, see `Charter.eased`. A first plan reports how many of the
+requested members are missing: nodes that follow it wait for them for a while, to avoid loading
+layers for rings that are soon replaced. A better plan waits until its nodes have their weights,
+which they fetch meanwhile; one that replaces a broken plan does not. While it waits, the best plan
+without those nodes may take its place, if that one is better than the incumbent too.
 
 The choice never depends on when a node computes it, and the best plan remains the best once it is
 followed: a given set of items never makes plans flap. The epoch of a new plan exceeds every known
@@ -59,6 +60,7 @@ from meshllm.protocol.agreement.candidates import (
     find_candidates,
     followed_plans,
     is_of_group,
+    plan_in_force,
     ready_members,
 )
 from meshllm.protocol.agreement.continuity import continuations
@@ -116,8 +118,7 @@ def agree(view: MeshView, before: Agreement | None = None) -> Agreement:
     known, ready = followed_plans(view), ready_members(view, here)
     epoch = 1 + max((plan.epoch for plan in known.values()), default=0)
     followed = {node: plan for node, plan in known.items() if is_of_group(view, plan)}
-    plans = [plan for node, plan in followed.items() if node in here]
-    incumbent = max(plans, key=lambda plan: plan.precedence, default=None)
+    plans = {node: plan for node, plan in followed.items() if node in here}
     found = find_candidates(view, here, _nodes_in_force(view, here, followed))
     plan, ahead, standbys = None, None, found.waiting
     best = before.best if before else None
@@ -127,6 +128,7 @@ def agree(view: MeshView, before: Agreement | None = None) -> Agreement:
         best, reason = None, str(error)
     else:
         best = find_best(case, best)
+        incumbent = plan_in_force(plans, view.author, lambda plan: not _fault(case, plan))
         decided = spare = _decide(case, best, incumbent, epoch)
         without = frozenset[NodeId]()
         while not spare.lacking <= without:
@@ -136,6 +138,10 @@ def agree(view: MeshView, before: Agreement | None = None) -> Agreement:
         if spare.ahead or spare.plan != incumbent:
             decided = spare
         plan, reason, ahead = decided.plan, decided.reason, decided.ahead
+        if incumbent is not None:
+            later = {each for each in plans.values() if each.precedence > incumbent.precedence}
+            ahead = _as_followed(ahead, later)
+            plan = plan if plan == incumbent else _as_followed(plan, later)
         if plan is not None:
             standbys = {**standbys, **_standbys(best, plan)}
     return Agreement(
@@ -177,6 +183,15 @@ def _nodes_in_force(
     if latest is None:
         return ()
     return nodes_of(max(plans, key=rank) if len(plans) > 1 else latest)
+
+
+def _as_followed(plan: Plan | None, later: Collection[Plan]) -> Plan | None:
+    """Return a decided plan, in the epoch in which nodes outside of the incumbent follow it.
+
+    They may be the first to follow what replaces it: one of the plans ``later`` than the incumbent.
+    """
+    same = (each for each in later if plan and replace(each, epoch=plan.epoch) == plan)
+    return max(same, key=lambda each: each.epoch, default=plan)
 
 
 def _has_served(view: MeshView, here: Collection[NodeId], known: Mapping[NodeId, Plan]) -> bool:

@@ -1,11 +1,11 @@
 """Candidate nodes for a ring, and the latency of the links between them."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from meshllm.errors import PeerFault
-from meshllm.names import FIRST_GROUP, GroupId, NodeId, Span, short
+from meshllm.names import FIRST_GROUP, Digest, GroupId, NodeId, Span, short
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import (
     DIGEST_PART_BYTES,
@@ -125,6 +125,37 @@ def decoded(followed: bytes) -> Plan | None:
         return Plan.decode(followed)
     except PeerFault:
         return None
+
+
+def plan_in_force(
+    followed: Mapping[NodeId, Plan],
+    author: NodeId,
+    works: Callable[[Plan], bool] = lambda plan: True,
+) -> Plan | None:
+    """Return the plan in force of those that living nodes follow; None if none follows one.
+
+    A plan that works and that all its nodes follow takes precedence over those of which this is not
+    true: a node can claim to follow a later plan that names others. While nodes follow the next
+    plan, one by one, it is the latest.
+    """
+    plans = set(followed.values())
+    whole = [
+        plan
+        for plan in plans
+        if all(followed.get(at.node) == plan for at in plan.stages) and works(plan)
+    ]
+    latest = max(plans, key=lambda plan: plan.precedence, default=None)
+    return max(whole, key=partial(ring_precedence, author), default=latest)
+
+
+def ring_precedence(author: NodeId | None, plan: Plan) -> tuple[int, bool, tuple[int, Digest]]:
+    """Order rings of one model that all their nodes claim to serve: the highest is in force.
+
+    That is the one with the most stages, as a node can claim one of itself alone, then one with the
+    author of the charter, then the latest.
+    """
+    is_of_author = any(stage.node == author for stage in plan.stages)
+    return len(plan.stages), is_of_author, plan.precedence
 
 
 def is_of_group(view: MeshView, plan: Plan) -> bool:

@@ -100,7 +100,7 @@ class GroupTable:
             for node, group in self.memberships
             if (own := self._offered(node, group)) and own.is_retracted
         )
-        plans = plans_in_force(view).items()
+        plans = plans_in_force(view, self._can_work).items()
         self.plans = {group: plan for group, plan in plans if self._can_work(group, plan)}
         models = [*zip(self.keys, self.groups, strict=True)]
         for node, profile in view.profiles.items():

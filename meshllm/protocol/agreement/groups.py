@@ -1,11 +1,17 @@
 """Groups of nodes, one for each replica of each model of a mesh, and what they do."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from meshllm.names import FIRST_GROUP, GroupId, ModelKey, NodeId, Quant
-from meshllm.protocol.agreement.candidates import MeshView, decode_plans, highest_epoch
+from meshllm.protocol.agreement.candidates import (
+    MeshView,
+    decode_plans,
+    highest_epoch,
+    plan_in_force,
+)
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import (
     DIGEST_PART_BYTES,
@@ -67,9 +73,14 @@ def memberships(view: MeshView) -> dict[tuple[NodeId, GroupId], RingMembership]:
     }
 
 
-def plans_in_force(view: MeshView) -> dict[GroupId, Plan]:
-    """Return the plan that each ring follows, as far as it has living nodes of its group."""
-    known, found = memberships(view), dict[GroupId, Plan]()
+def plans_in_force(
+    view: MeshView, works: Callable[[GroupId, Plan], bool] = lambda group, plan: True
+) -> dict[GroupId, Plan]:
+    """Return the plan that each ring follows, as far as it has living nodes of its group.
+
+    See `plan_in_force`; ``works`` is asked of plans that all their nodes follow.
+    """
+    known = memberships(view)
     plans = decode_plans(each.followed for each in known.values())
     takes_part = {
         (node, group) for node, state in view.states.items() for group in groups_in(state)
@@ -78,15 +89,19 @@ def plans_in_force(view: MeshView) -> dict[GroupId, Plan]:
     for (_, group), each in known.items():
         of_group[group].append(plans.get(each.followed))
     most = {group: highest_epoch(followed) for group, followed in of_group.items()}
+    followed = defaultdict[GroupId, dict[NodeId, Plan]](dict)
     for (node, group), each in known.items():
         plan = plans.get(each.followed)
         if plan is None or plan.rank(node) is None or plan.epoch > most[group]:
             continue
         if any((at.node, group) not in takes_part and at.node in view.states for at in plan.stages):
             continue
-        if group not in found or found[group].precedence < plan.precedence:
-            found[group] = plan
-    return found
+        followed[group][node] = plan
+    in_force = {
+        group: plan_in_force(plans, view.author, partial(works, group))
+        for group, plans in followed.items()
+    }
+    return {group: plan for group, plan in in_force.items() if plan}
 
 
 def groups_in(state: StateRecord) -> tuple[GroupId, ...]:

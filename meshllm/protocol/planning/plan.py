@@ -234,7 +234,7 @@ class Plan:
 
     @property
     def precedence(self) -> tuple[int, Digest]:
-        """Order of conflicting plans: every node follows the highest."""
+        """Order of conflicting plans: later ones are higher."""
         return self.epoch, self.digest
 
     def encode(self) -> bytes:

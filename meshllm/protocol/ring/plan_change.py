@@ -28,6 +28,9 @@ Races, and who wins:
 - Another plan is agreed on meanwhile: it settles and is prepared instead; the limit of the time
   runs on, so that plans that keep changing hold up nothing.
 - The followed plan is agreed on again, as when a session begins: nothing more happens.
+- An older plan than the followed one is agreed on: if another of its nodes follows it, as where two
+  rings meet and the later one breaks, this node follows it once it has settled. Otherwise a newer
+  one will come.
 - A node cannot prepare, for lack of memory or weights: it publishes that it has prepared too, and
   loads when it follows the plan. A node that says nothing holds up the rest for `PREPARE_S`.
 """
@@ -118,7 +121,8 @@ class PlanChange:
     def look(self, plan_change_input: PlanChangeInput, now: float) -> list[Prepare | Follow]:
         """Decide what to do now; called after each change, and at the deadline."""
         plan, followed = plan_change_input.plan, plan_change_input.followed
-        if plan == followed or _is_older(plan, followed):  # a newer one will come
+        is_older = _is_older(plan, followed)
+        if plan == followed or (is_older and not plan_change_input.is_begun):
             self.reset()
             return []
         wanted = plan, plan_change_input.settle_s
@@ -129,7 +133,7 @@ class PlanChange:
             since, longest_s = self._settles or (now, 0.0)
             self._settles = since, max(longest_s, plan_change_input.settle_s)
             self._settled_at = min(now + plan_change_input.settle_s, since + 2 * self._settles[1])
-        if now < self._settled_at and not plan_change_input.is_begun:
+        if now < self._settled_at and (is_older or not plan_change_input.is_begun):
             return []
         if plan is None or not plan_change_input.is_whole or plan_change_input.is_begun:
             return self._follow(plan)

@@ -419,6 +419,25 @@ def test_a_model_is_used_while_answers_are_in_progress_or_awaited() -> None:
     run(scenario)
 
 
+def test_a_node_that_claims_to_serve_alone_takes_no_requests_from_a_ring_of_others() -> None:
+    whole, second, _ = several()
+    span = ALONE.stages[0].span
+
+    async def scenario() -> None:
+        place = Place()
+        place.machine.charter = whole
+        place.alive.update({C, D})
+        stages = PlanStage(STAGE, Span(0, 1)), PlanStage(C, Span(1, span.stop))
+        plan = replace(ALONE, epoch=7, stages=stages)
+        claimed = replace(ALONE, epoch=8, stages=(PlanStage(D, span),))
+        for node, followed in ((STAGE, plan), (C, plan), (D, claimed)):
+            place.states[node] = replace(loaded(followed), group=second)
+
+        assert place.directory.plan_of(second) == plan
+
+    run(scenario)
+
+
 def test_a_node_in_two_rings_serves_requests_in_both() -> None:
     whole, *_ = several()
     *_, third = (group.id for group in groups_of(whole) if not group.replica)

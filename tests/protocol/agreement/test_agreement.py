@@ -309,14 +309,75 @@ def test_the_epoch_of_the_dead_is_not_used_again() -> None:
     assert world.agree().plan == ring((A, 0, 4), epoch=10)
 
 
-@pytest.mark.parametrize("lower", [A, B])
+@pytest.mark.parametrize("lower", [B, C])
 def test_after_a_partition_heals_the_higher_epoch_wins(lower: NodeId) -> None:
-    epochs = {A: 6, B: 6} | {lower: 5}
+    epochs = {B: 6, C: 6} | {lower: 5}
     plans = {at: ring((at, 0, 4), epoch=epoch) for at, epoch in epochs.items()}
-    world = World({A: profile(4), B: profile(4)}, followed=plans)
+    world = World({A: profile(0), B: profile(4), C: profile(4)}, followed=plans)
 
-    (higher,) = {A, B} - {lower}
-    assert world.agree(A).plan == world.agree(B).plan == plans[higher]
+    (higher,) = {B, C} - {lower}
+    assert world.agree(B).plan == world.agree(C).plan == plans[higher]
+
+
+def test_after_a_partition_heals_the_ring_with_more_nodes_wins_then_that_with_the_author() -> None:
+    two = dict.fromkeys((C, D), ring((C, 0, 2), (D, 2, 4)))
+    alone = {A: ring((A, 0, 4), epoch=6), B: ring((B, 0, 4), epoch=7)}
+    profiles = {A: profile(4, ms=9), B: profile(4, ms=9), C: profile(2), D: profile(2)}
+
+    assert World(profiles, followed={**alone, **two}).agree(A).plan == two[C]
+    alike = {A: profile(4), B: profile(4)}
+    assert World(alike, followed=alone).agree(B).plan == alone[A]
+
+
+def test_after_a_partition_heals_a_ring_that_works_outlives_a_later_one_that_does_not() -> None:
+    works = ring((A, 0, 2), (B, 2, 4))
+    followed = {A: works, B: works, C: ring((C, 0, 3), (D, 3, 4), epoch=7)}
+    profiles = {A: profile(2), B: profile(2), C: profile(3), D: profile(1)}
+
+    assert World(profiles, followed=followed, gone={D}).agree(C).plan == works
+
+
+@pytest.mark.parametrize(
+    "claimed",
+    [
+        ring((D, 0, 4), epoch=6),
+        ring((A, 0, 1), (B, 1, 4), epoch=6),
+        ring((B, 0, 2), (A, 2, 4), epoch=6),
+        ring((A, 0, 2), (B, 2, 4), epoch=6),
+        ring((A, 0, 2), (C, 2, 4), epoch=6),
+        ring((C, 0, 4), epoch=6),
+    ],
+    ids=["unknown node", "other split", "other order", "other epoch", "with itself", "alone"],
+)
+def test_a_member_outside_of_a_ring_cannot_end_it(claimed: Plan) -> None:
+    followed = dict.fromkeys((A, B), ring((A, 0, 2), (B, 2, 4)))
+    profiles = {A: profile(3), B: profile(3), C: profile(4, ms=9)}
+    world = World(profiles, followed={**followed, C: claimed})
+
+    assert world.agree(A).plan == world.agree(C).plan == followed[A]
+
+
+def test_a_node_outside_of_a_ring_may_be_the_first_to_follow_the_next_plan() -> None:
+    followed = dict.fromkeys((A, B), ring((A, 0, 2), (B, 2, 4)))
+    profiles = {A: profile(2), B: profile(2, ms=9), C: profile(2)}
+    world = World(profiles, followed=followed)
+    better = planned(world.agree(C))
+    assert (set(spans(better)), better.epoch) == ({A, C}, 6)
+
+    begun = replace(world, followed={**followed, C: better})
+
+    assert begun.agree(A).plan == begun.agree(C).plan == better
+
+
+def test_a_plan_that_waits_keeps_the_epoch_in_which_a_node_outside_follows_it() -> None:
+    followed = dict.fromkeys((A, B), ring((A, 0, 2), (B, 2, 4)))
+    profiles = {A: profile(2), B: profile(2, ms=9), C: profile(2)}
+    world = World(profiles, followed=followed)
+    better = planned(world.agree(C))
+
+    agreement = replace(world, followed={**followed, C: better}, busy={A}).agree(A)
+
+    assert (agreement.plan, agreement.ahead) == (followed[A], better)
 
 
 @pytest.mark.parametrize("first", [A, B])

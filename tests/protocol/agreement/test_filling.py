@@ -139,7 +139,8 @@ def test_a_share_that_a_ring_does_not_use_ends_when_others_suffice() -> None:
     of_other = ring_of(replace(mesh.view(), group=other))
     assert of_other is not None
     assert not of_other.ending
-    mesh.plans[other] = mesh.followed[NODES[1], other] = ring("m1", (NODES[1], 0, 3), epoch=9)
+    without = ring("m1", (NODES[1], 0, 3), epoch=9)
+    mesh.plans[other] = mesh.followed[NODES[1], other] = mesh.followed[NODES[0], other] = without
     assert group_nodes(mesh.view()) == {NODES[0]: NodeGroups(first), NODES[1]: NodeGroups(other)}
 
 

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from meshllm.names import FIRST_GROUP, GroupId, Quant
 from meshllm.protocol.agreement.groups import (
     REFUSES,
@@ -15,6 +17,7 @@ from meshllm.protocol.agreement.groups import (
     used_models,
 )
 from meshllm.protocol.membership.records import Lifecycle, Profile, RingMembership, StateRecord
+from meshllm.protocol.planning.plan import Plan
 from tests.builders.model_groups import group, mesh_of, model, ring, using, view_of
 from tests.builders.offers import A, B, C, D
 
@@ -63,6 +66,20 @@ def test_a_plan_in_force_is_of_nodes_of_one_group() -> None:
     view = view_of(charter, dict.fromkeys(places, 4), places, {A: foreign, B: new, C: old, D: new})
 
     assert plans_in_force(view) == {second: new}
+
+
+@pytest.mark.parametrize(
+    "claimed",
+    [ring("m1", (C, 0, 4), epoch=9), ring("m1", (A, 0, 2), (C, 2, 4), epoch=9)],
+    ids=["alone", "with others"],
+)
+def test_a_node_cannot_change_the_plan_of_a_ring_of_others(claimed: Plan) -> None:
+    charter = mesh_of(model(1, 4), model(2, 4))
+    plan, places = ring("m1", (A, 0, 2), (B, 2, 4)), dict.fromkeys((A, B, C), FIRST_GROUP)
+
+    view = view_of(charter, dict.fromkeys(places, 4), places, {A: plan, B: plan, C: claimed})
+
+    assert plans_in_force(view) == {FIRST_GROUP: plan}
 
 
 def test_what_a_node_used_counts_while_it_lives() -> None:

@@ -51,6 +51,23 @@ def test_an_older_plan_is_not_followed() -> None:
     assert machine.state is PlanChangeState.FOLLOWING
 
 
+def test_an_older_plan_that_others_follow_is_followed() -> None:
+    machine = PlanChange()
+    others_follow = PlanChangeInput(OLD, NEW, 2.0, is_whole=True, is_begun=True)
+
+    assert machine.look(others_follow, 0.0) == []
+    assert machine.state is PlanChangeState.SETTLING
+    assert machine.look(others_follow, 2.0) == [Follow(OLD)]
+
+
+def test_an_older_plan_that_others_leave_while_it_settles_is_not_followed() -> None:
+    machine = PlanChange()
+    machine.look(PlanChangeInput(OLD, NEW, 2.0, is_begun=True), 0.0)
+
+    assert machine.look(PlanChangeInput(OLD, NEW, 2.0), 2.0) == []
+    assert machine.state is PlanChangeState.FOLLOWING
+
+
 @pytest.mark.parametrize(("epoch", "follows"), [(MAX_JUMP + 1, False), (MAX_JUMP + 2, True)])
 def test_a_much_older_plan_replaces_one_with_an_absurd_epoch(epoch: int, *, follows: bool) -> None:
     machine = PlanChange()
