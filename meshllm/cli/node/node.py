@@ -344,7 +344,7 @@ async def _show_waiting(line: render.Status, ring: "RingStatus", since: float) -
     while ring.state != "serving":
         await asyncio.sleep(1)
         waited = int(asyncio.get_running_loop().time() - since)
-        line.show(ring.reason or ring.state, f", {waited} s")
+        line.show(ring.reason or ring.state, f" (waited {waited} s)")
 
 
 async def _invite(opened: "MeshNode", notify: Callable[[Notice], None], file: Path | None) -> str:

@@ -139,6 +139,8 @@ def _about(ring: RingStatus, model: ModelStatus | None) -> Iterator[tuple[str, s
     if ring.execution:
         yield "engine", ring.execution
     yield "policy", f"{ring.policy}{plan}"
+    if ring.members and 0 < len(ring.stages) < ring.members:
+        yield "members", f"{len(ring.stages)} of the {ring.members} requested; others may join"
 
 
 def _mesh(status: MeshStatus) -> str:
@@ -274,7 +276,7 @@ def _totals(ring: RingStatus) -> Iterator[str]:
                 f" first token {ms(figures.ttft_ms)}{over}"
             )
     if ring.stages and not measured:
-        yield f"{'measured':<10}nothing yet: run `meshllm ring trace`"
+        yield f"{'measured':<10}nothing yet, ~ marks planned times: run `meshllm ring trace`"
     rooms = [stage.room_tokens for stage in ring.stages if stage.room_tokens is not None]
     if rooms:
         yield f"{'capacity':<10}{min(rooms)} tokens of KV cache for all sessions"

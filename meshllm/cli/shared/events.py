@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from meshllm.cli.terminal.render import bytes_of
@@ -40,8 +40,8 @@ class Notice:
 
 def notices(before: "MeshStatus | None", after: "MeshStatus") -> Iterator[Notice]:
     """Yield the changes in a cleaned ``/mesh/status``; without ``before``, everything is new."""
-    known = {each.node: each for each in (before.nodes if before else ())}
-    for each in after.nodes:
+    known = {each.node: each for each in (_nodes(before) if before else ())}
+    for each in _nodes(after):
         was = known.pop(each.node, None)
         if not each.is_self:
             yield from _of_node(was, each)
@@ -60,6 +60,13 @@ def notices(before: "MeshStatus | None", after: "MeshStatus") -> Iterator[Notice
 
         text = f"{unanswered(after)}: {UNANSWERED_HINT}"
         yield Notice("alone", text, {"unanswered": after.unanswered})
+
+
+def _nodes(status: "MeshStatus") -> "Iterator[NodeStatus]":
+    """Yield the nodes; without a plan, those on standby merely wait for the others, as all do."""
+    for each in status.nodes:
+        is_idle = each.state == "standby" and not status.ring.digest
+        yield replace(each, reason="") if is_idle else each
 
 
 def _is_alone(status: "MeshStatus") -> bool:
@@ -158,9 +165,12 @@ def _of_ring(before: "RingStatus | None", ring: "RingStatus", me: str) -> Notice
     count = len(ring.stages)
     entries = (each for each in ring.stages[:1] if each.node != me)
     reads = "".join(f"; {names[each.node]} reads prompts" for each in entries)
+    lacking = max((ring.members or 0) - count, 0)
+    without = f" without {lacking} of the {ring.members} requested members" if lacking else ""
+    what = f"epoch {ring.epoch}{without}: {stages}"
     text = {
-        "serving": f"ring of {count} serving, epoch {ring.epoch}: {stages}{reads}",
-        "forming": f"ring of {count} forming, epoch {ring.epoch}: {stages}{why}",
+        "serving": f"ring of {count} serving, {what}{reads}",
+        "forming": f"ring of {count} forming, {what}{why}",
     }.get(ring.state, f"{ring.state}{why}")
     served = before and before.state == "serving" and before.digest == ring.digest
     if served and ring.state == "forming":

@@ -653,7 +653,8 @@ def test_a_terminal_shows_the_reason_and_duration_of_waiting(
     monkeypatch.setenv("TERM", "xterm")
     run_virtual(_report(cast("NodeControl", node), lambda _: None))
 
-    seconds = re.findall(rf"{re.escape(status.ring.reason)}, (\d+) s", screen.getvalue())
+    line = rf"{re.escape(status.ring.reason)} \(waited (\d+) s\)"
+    seconds = re.findall(line, screen.getvalue())
     assert seconds == (["1", "2", "3", "4"] if shown else [])
     assert not screen.getvalue() or screen.getvalue().endswith("\r\x1b[K")
 
@@ -676,7 +677,7 @@ def test_the_duration_of_a_wait_goes_on_while_other_nodes_are_named(
     monkeypatch.setenv("TERM", "xterm")
     run_virtual(_report(cast("NodeControl", node), lambda notice: told.append(notice.text)))
 
-    shown = re.findall(r"ready: (a.*?), (\d+) s", screen.getvalue())
+    shown = re.findall(r"ready: (a.*?) \(waited (\d+) s\)", screen.getvalue())
     assert shown == [("a", "1"), ("a; loading: b", "2")]
     assert told == ["waiting: 1 of 2 members are ready: a"]
 

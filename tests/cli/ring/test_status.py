@@ -194,7 +194,7 @@ def test_before_a_measurement_the_picture_shows_the_plan() -> None:
 
     assert "~0.4 ms" in text
     assert "│ ~12 ms  │" in text
-    assert "\nmeasured  nothing yet: run `meshllm ring trace`\n" in text
+    assert "\nmeasured  nothing yet, ~ marks planned times: run `meshllm ring trace`\n" in text
 
 
 def test_the_capacity_of_the_ring_is_that_of_its_fullest_rank() -> None:
@@ -348,6 +348,13 @@ def test_a_warning_is_shown_at_the_end() -> None:
     status = replace(status_of(2), warnings=("the disk is full",))
 
     assert lay_out(status, 80).endswith("\nwarning   the disk is full")
+
+
+def test_requested_members_that_are_missing_are_counted() -> None:
+    text = lay_out(with_ring(status_of(2), members=3), 80)
+
+    assert "\nmembers 2 of the 3 requested; others may join\n" in text
+    assert "\nmembers " not in lay_out(with_ring(status_of(2), members=2), 80)
 
 
 def test_members_that_do_not_answer_are_a_warning() -> None:

@@ -163,6 +163,24 @@ def test_refused_and_standby_nodes_are_reported_with_the_reason() -> None:
     assert texts(refused, standby) == ["desk is on standby: its link adds 40 ms"]
 
 
+def test_a_node_is_on_standby_only_once_there_is_a_plan() -> None:
+    standby = with_node(status_of(2), 1, state=NodeState.STANDBY, reason="it has no model yet")
+    before = with_ring(standby, state=RingState.WAITING, digest="", stages=())
+    after = with_node(standby, 1, reason="its link adds 40 ms")
+
+    assert [text for text in texts(status_of(2), before) if "standby" in text] == []
+    assert "desk is on standby: its link adds 40 ms" in texts(before, after)
+
+
+def test_a_ring_names_how_many_requested_members_it_lacks() -> None:
+    found = with_ring(status_of(2), members=3)
+
+    (*_, told) = texts(None, found)
+
+    assert told.startswith("ring of 2 serving, epoch 3 without 1 of the 3 requested members: attic")
+    assert "without" not in texts(None, with_ring(found, members=2))[-1]
+
+
 def test_a_standby_without_a_reason_is_not_reported() -> None:
     after = with_node(status_of(2), 1, state=NodeState.STANDBY)
 
