@@ -124,7 +124,7 @@ class Settings:
     replicas: int | None = None
     """Rings of the model, if nodes suffice; they may share nodes."""
     auto: bool = False
-    """Hold the model that lacks nodes most; ignore `model`."""
+    """Hold the model that lacks nodes most, whatever `model` says."""
     keep: str = "10m"
     """Keep a model in memory at least this long after a request."""
     exclude: str | None = None

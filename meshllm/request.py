@@ -81,9 +81,9 @@ class Sampling:
     top_k: int = 0
     """Keep the K most likely tokens; 0 keeps all."""
     top_p: float = 1.0
-    """Keep the most likely tokens up to probability P."""
+    """Keep the most likely tokens up to a total probability of X."""
     min_p: float = 0.0
-    """Drop tokens below P times the highest probability."""
+    """Drop tokens below X times the highest probability."""
     repetition_penalty: float = 1.0
     """Divide the logits of tokens already seen; 1 is off."""
     frequency_penalty: float = 0.0

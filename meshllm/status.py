@@ -167,6 +167,14 @@ class Planned:
     head_ms: float
     hops: tuple[PlannedTimes, ...]
 
+    @property
+    def hops_with_head(self) -> tuple[PlannedTimes, ...]:
+        """The hops, with the LM head in the time of the entry, as measured times have it."""
+        return tuple(
+            hop if hop.rank else replace(hop, compute_ms=hop.compute_ms + self.head_ms)
+            for hop in self.hops
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class MeasuredTimes:

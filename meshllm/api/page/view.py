@@ -207,7 +207,7 @@ def _hops(ring: RingStatus, names: dict[str, tuple[str, str]]) -> tuple[PageHop,
         (hop.rank, hop.node[:SHORT_LETTERS], hop.layers): PageTimes(hop.compute_ms, hop.wire_ms)
         for hop in last
     }
-    planned = ring.predicted.hops if ring.predicted else ()
+    planned = ring.predicted.hops_with_head if ring.predicted else ()
     predicted = {hop.rank: PageTimes(hop.compute_ms, hop.wire_ms) for hop in planned}
     unknown = PageTimes()
     return tuple(

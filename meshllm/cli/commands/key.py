@@ -144,7 +144,7 @@ def list_keys(as_json: Json = False, **flags: Scalar) -> None:
     elif found:
         header = (
             "name", "id", "state", "role", "created", "expires", "models", "at a time",
-            "tokens a day", "trusts", "deadline s", "reasoning",
+            "tokens a day", "trusted", "deadline s", "reasoning",
         )  # fmt: skip
         render.out(render.table(header, [_row(each, now) for each in found]))
     else:

@@ -87,8 +87,8 @@ def node(
     """Run a node that holds layers and serves requests.
 
     Without `--join` it returns to its last mesh, or founds one. `--model A,B` names the models that
-    this node can hold; a new mesh serves the first of them. With `--auto`, or without a model, it
-    holds layers of the model that lacks nodes most, if it is on this machine or another node can
+    this node can hold; a new mesh serves the first of them. With `--auto`, or if no model is named,
+    it holds layers of the model that lacks nodes most, if it is on this machine or another node can
     send it. A founder prints a ticket and the command for the next machine to stdout, unless it
     knows all `--members`; other nodes do with `--ticket-file`. The log goes to stderr. The first
     Ctrl-C or SIGTERM lets the other nodes take its layers over, finishes the requests of its

@@ -159,9 +159,10 @@ def _ring(ring: RingStatus, status: MeshStatus, columns: int) -> str:
     if not ring.stages:
         return ""
     measured = _measured(ring)
-    figures, about, digits = (measured, "", 3) if measured else (ring.predicted, "~", 2)
+    planned = ring.predicted.hops_with_head if ring.predicted else ()
+    times, about, digits = (measured.hops, "", 3) if measured else (planned, "~", 2)
     here = {each.node for each in status.nodes if each.is_self}
-    hops = {hop.rank: hop for hop in figures.hops} if figures else {}
+    hops = {hop.rank: hop for hop in times}
     boxes = [
         Box(
             name=("* " if stage.node in here else "") + stage.name,
@@ -238,7 +239,7 @@ def _hops(ring: RingStatus, most: int | None) -> str:
     measured, predicted = _measured(ring), ring.predicted
     if not measured:  # the picture shows the planned times
         return ""
-    planned = {hop.rank: hop for hop in predicted.hops} if predicted else {}
+    planned = {hop.rank: hop for hop in predicted.hops_with_head} if predicted else {}
     rows = [
         (
             stage.rank,

@@ -37,7 +37,7 @@ def test_the_owner_sees_names_and_times() -> None:
     assert seen.measured == PageSpeed(9.0, 30.0)
     assert status.ring.predicted
     assert seen.predicted == PageSpeed(status.ring.predicted.ms_per_token, 240.0)
-    assert [hop.predicted.compute_ms for hop in seen.hops] == [12.5, 13.5, 14.5]
+    assert [hop.predicted.compute_ms for hop in seen.hops] == [14.3, 13.5, 14.5]
     assert [hop.id for hop in seen.hops] == [node.id for node in seen.nodes]
     assert seen.memory == status.memory
     assert seen.losses == status.sessions.losses

@@ -79,7 +79,7 @@ def test_limits_are_stored(meshllm: Invoke) -> None:
     head, row = meshllm("key", "list").stdout.splitlines()
     assert "attic, cellar" in row
     assert (head.split()[-4:], row.split()[-2:]) == (
-        ["trusts", "deadline", "s", "reasoning"],
+        ["trusted", "deadline", "s", "reasoning"],
         ["300", "0"],
     )
 
