@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers.generation.logits_process import (
     LogitsProcessor,
@@ -20,9 +21,10 @@ from transformers.generation.logits_process import (
 
 from meshllm.errors import ModelError
 from meshllm.model import sampling as module
-from meshllm.model.sampling import gumbel, logprobs, sample_token, validate
+from meshllm.model.sampling import logprobs, noise_of, sample_token, validate
 from meshllm.request import NEVER, Sampling
 from meshllm.strict_json import WrongField
+from tests.builders.plain_sampling import sample_plainly
 
 # Critical values of chi-square at 0.001 (NIST/SEMATECH e-Handbook, 1.3.6.7.4).
 CHI_SQUARE = {4: 18.467, 7: 24.322, 15: 37.697}
@@ -47,6 +49,10 @@ def warped(logits: Tensor, sampling: Sampling, history: list[int]) -> Tensor:
     if kept is not None:
         scores[np.setdiff1d(np.arange(len(scores)), kept)] = -torch.inf
     return scores
+
+
+def gumbel(seed: int, position: int, count: int) -> NDArray[np.float64]:
+    return noise_of(seed, position, np.arange(count))
 
 
 def drawn(logits: Tensor, sampling: Sampling, count: int) -> list[int]:
@@ -234,7 +240,7 @@ def test_noise_of_a_token_does_not_depend_on_others() -> None:
 def test_noise_of_some_tokens_is_that_of_all(count: int) -> None:
     ids = np.sort(np.random.default_rng(count).permutation(2000)[:count])
 
-    some = module.noise_of(2**63 - 1, 2**40, ids)
+    some = noise_of(2**63 - 1, 2**40, ids)
 
     assert some.tolist() == gumbel(2**63 - 1, 2**40, 2000)[ids].tolist()
 
@@ -247,6 +253,42 @@ def test_dropping_losers_does_not_change_the_sample() -> None:
     masked[winners] = logits[winners]
 
     assert drawn(masked, Sampling(temperature=1, seed=2), 100) == free
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.1, 1.0, 8.0])
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 129, 5_000, 152_000])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=0.7),
+        Sampling(temperature=2.0, seed=2**63 - 1),
+        Sampling(temperature=0.7, top_k=20, top_p=0.95),
+        Sampling(temperature=1.0, top_k=500, min_p=0.01),
+        Sampling(temperature=0.7, top_p=0.8),
+        Sampling(temperature=1.3, top_p=0.999),
+    ],
+    ids=str,
+)
+def test_shortcuts_change_no_sample(sampling: Sampling, size: int, spread: float) -> None:
+    draw = np.random.default_rng(size)
+    for position in range(4):
+        logits = draw.normal(0, spread, size).astype(np.float32)
+        if position % 2:  # ties, and tokens that a mask excludes
+            logits = logits.round()
+            logits[: size // 2] = -np.inf
+        scores = torch.from_numpy(logits)
+
+        found = sample_token(scores, sampling, position=position, history=[], prompt_len=0)
+
+        assert found == sample_plainly(logits, sampling, position)
+
+
+@pytest.mark.parametrize("k", [1, 2, 20, 78, 79, 999])
+@pytest.mark.parametrize("size", [1000, 5000, 5055])
+def test_the_kth_largest_is_that_of_a_sort(size: int, k: int) -> None:
+    scores = some_logits(k, size).numpy()
+
+    assert module._kth_largest(scores, k) == np.sort(scores)[-k]
 
 
 def test_noise_is_pinned() -> None:
