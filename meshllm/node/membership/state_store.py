@@ -106,7 +106,13 @@ class StateStore:
             content = _read(folder / FILE) or {}
         except OSError as error:
             raise _unusable(folder, error) from None
-        return cls(folder, NodeKey(seed), content)
+        store = cls(folder, NodeKey(seed), content)
+        if (credential := store.credential) and not credential.is_of(store.key.node):
+            raise UserError(
+                f"`{FILE}` in `{folder}` is not that of the key in `node.key`",
+                hint=f"put the earlier key back, or move `{FILE}` away and join with a ticket",
+            )
+        return store
 
     @property
     def _content(self) -> Content:

@@ -99,6 +99,12 @@ class Credential:
         """The limits in the last certificate; unverified before `check`."""
         return self.chain[-1].limits if self.chain else NO_LIMITS
 
+    def is_of(self, node: NodeId) -> bool:
+        """Return whether it names a node as its holder; unverified before `check`."""
+        if self.chain:
+            return self.chain[-1].subject == node
+        return _mesh_of(node, self.salt) == self.mesh
+
     def encode(self) -> bytes:
         """Encode the credential."""
         links = (

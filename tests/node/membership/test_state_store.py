@@ -19,7 +19,13 @@ from meshllm.errors import NotAuthorised, UserError
 from meshllm.names import NodeId
 from meshllm.node.membership import state_store as module
 from meshllm.node.membership.state_store import Invitation, StateStore
-from meshllm.protocol.trust.credential import NO_LIMITS, ClientLimits, Role, founder_credential
+from meshllm.protocol.trust.credential import (
+    NO_LIMITS,
+    ClientLimits,
+    Role,
+    founder_credential,
+    issue,
+)
 from meshllm.protocol.trust.ticket import MAX_ADDRESSES
 from tests.builders.handshakes import FOUNDED, GUEST, HOST, OTHER
 
@@ -105,6 +111,21 @@ def test_a_damaged_key_is_reported_and_kept(store: StateStore, data: bytes) -> N
 
     assert raised.value.hint
     assert path.read_bytes() == data
+
+
+@pytest.mark.parametrize("is_founder", [True, False])
+def test_a_key_of_another_node_is_refused(store: StateStore, *, is_founder: bool) -> None:
+    store.create_mesh()
+    if not is_founder:
+        store.join(issue(OTHER, founder_credential(OTHER, bytes(16)), store.key.node, Role.NODE))
+    assert again(store).credential
+    (store.folder / "node.key").unlink()
+
+    with pytest.raises(UserError, match=r"`mesh.json` in .* is not that of the key") as raised:
+        again(store)
+
+    assert raised.value.hint
+    assert "put the earlier key back" in raised.value.hint
 
 
 INVITATION = {"secret": "ab" * 16, "role": "node", "expires_s": 0, "uses": None, "guests": []}
