@@ -98,10 +98,11 @@ function drawRing(mesh) {
   at("ring").classList.toggle("narrow", isNarrow);
   at("ring").classList.toggle("live", mesh.active > 0);
   at("ring").replaceChildren(...parts);
-  const held = mesh.hops.map((hop) => `${hop.name} holds layers ${hop.layers}`).join(", then ");
+  const held = mesh.hops.map((hop, rank) => `${rank ? "" : "▸ "}${hop.name} ${rank ? "" : "reads prompts and "}holds layers ${hop.layers}`).join(", then ");
   const why = mesh.reason ? `: ${mesh.reason}` : "";
   const rest = idle.length ? `; without layers: ${idle.map(({ name, state }) => `${name} (${state})`).join(", ")}` : "";
-  at("ring-caption").textContent = `Ring ${mesh.state}${why}${held ? `; ${held}` : ""}${rest}`;
+  const times = mesh.hops.length ? `; times are per token, ${mesh.measured ? "measured" : "planned"}` : "";
+  at("ring-caption").textContent = `Ring ${mesh.state}${why}${held ? `; ${held}` : ""}${times}${rest}`;
 }
 
 function ellipse(mesh, idle) {
