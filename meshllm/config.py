@@ -42,7 +42,7 @@ MAX_FILE_BYTES = 1 << 20
 
 _RANGES: dict[str, tuple[float, float]] = {
     "nodes": (1, 1024),  # more than any model has layers
-    "members": (1, 64),
+    "members": (0, 64),
     "replicas": (1, 16),
     "context": (16, 10_000_000),
     "threads": (1, 4096),
@@ -120,7 +120,7 @@ class Settings:
     policy: PolicyName = "auto"
     """Objective by which the ring is planned."""
     members: int | None = None
-    """Number of ring nodes; the policy chooses when not set."""
+    """Number of ring nodes; 0 lets the policy choose, as at first."""
     replicas: int | None = None
     """Rings of the model, if nodes suffice; they may share nodes."""
     auto: bool = False
@@ -128,9 +128,9 @@ class Settings:
     keep: str = "10m"
     """Keep a model in memory at least this long after a request."""
     exclude: str | None = None
-    """Nodes to give no layers: names or ids, with commas."""
+    """Nodes to give no layers: names or ids, with commas; "" ends it."""
     prefer: str | None = None
-    """Nodes to use if any layer fits: names or ids, with commas."""
+    """Nodes to use if any layer fits: names or ids, with commas; "" ends it."""
     entry: str | None = None
     """Who may read prompts: ids or names, with commas, or `self`."""
     trust: str | None = None

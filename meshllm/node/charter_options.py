@@ -90,7 +90,7 @@ def amend(charter: Charter, options: NodeOptions, profiles: Profiles, longest: i
         find_policy(options.policy)
         changes["policy"] = options.policy
     if options.members is not None:
-        changes["members"] = options.members
+        changes["members"] = options.members or None
     if options.replicas is not None:
         changes["replicas"] = options.replicas
     if options.exclude is not None:
@@ -160,7 +160,8 @@ def _changes(model: Charter, asked: ModelOptions) -> dict[str, Any]:
         find_policy(asked.policy)
         changes["policy"] = asked.policy
     if asked.members is not None:
-        changes["members"] = _within("members", asked.members, MAX_MEMBERS)
+        members = asked.members and _within("members", asked.members, MAX_MEMBERS)
+        changes["members"] = members or None
     if asked.replicas is not None:
         changes["replicas"] = _within("replicas", asked.replicas, MAX_REPLICAS)
     if asked.context is not None:

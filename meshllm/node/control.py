@@ -191,7 +191,7 @@ def control_of(node: MeshNode) -> NodeControl:
         node.state.changes,
         node.router.generate,
         partial(_measured, node),
-        node.charter_editor.serve_model,
+        node.serve_model,
         node.charter_editor.stop_model,
     )
     node.router.peers.list_models = lambda: models_to_json(models(node.view()))

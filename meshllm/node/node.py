@@ -41,6 +41,7 @@ from meshllm.node.event_loop import OffLoop
 from meshllm.node.lifetime import Lifetime
 from meshllm.node.membership.admission import MemberAdmission
 from meshllm.node.membership.bootstrap import Membership, enter
+from meshllm.node.membership.saved_models import load_models, save_models
 from meshllm.node.membership.saved_records import (
     RecordKeeper,
     SavedRecords,
@@ -55,7 +56,7 @@ from meshllm.node.net.endpoints import Endpoints, open_endpoints
 from meshllm.node.net.mesh_link import MeshLinks
 from meshllm.node.net.peer_address import SameHostDetector, machine_secret
 from meshllm.node.net.secure import SecureLink
-from meshllm.node.options import FIRST_MODEL, NodeOptions
+from meshllm.node.options import FIRST_MODEL, ModelOptions, NodeOptions
 from meshllm.node.provider import Provider
 from meshllm.node.requests.request_json import REQUEST_BYTES
 from meshllm.node.requests.router import RequestRouter
@@ -64,6 +65,7 @@ from meshllm.node.timer import loop_time
 from meshllm.node.view import LinkView, NodeView
 from meshllm.node.weights import WeightServer
 from meshllm.protocol.agreement.agreement import Agreement
+from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.codec import CloseReason, RequestMessage
 from meshllm.protocol.membership.duplicate_identity import DuplicateIdentity
 from meshllm.protocol.membership.mesh import Mesh
@@ -205,7 +207,8 @@ class MeshNode:
     def ticket_uses(self) -> int:
         """The number of nodes of `--members` that are not known here, 0 if all are; else one."""
         charter = self.machine.charter
-        members = self._options.members or (charter and charter.members) or 0
+        asked = self._options.members
+        members = (charter and charter.members) or 0 if asked is None else asked
         provide = {node for node, state in self.machine.states.items() if state.offers}
         gone = {self.me, *self.machine.removals, *provide}
         others = {*self.machine.profiles, *self.store.peers} - gone
@@ -318,6 +321,14 @@ class MeshNode:
         """Return the limit on the bytes of a request, from the longest context in the mesh."""
         text_bytes = TOKEN_BYTES * self.rings.longest_context
         return min(REQUEST_BYTES, REQUEST_HEAD_BYTES + text_bytes)
+
+    async def serve_model(self, asked: ModelOptions) -> Charter:
+        """Let the mesh serve a model, see `CharterEditor.serve_model`; also after a restart."""
+        served = await self.charter_editor.serve_model(asked)
+        if self._preparation is not None:
+            await self._off_loop(save_models, self.store, self._preparation.described)
+        self.state.publish()  # it may hold it now
+        return served
 
     async def publish_removal(self, removal: Removal) -> None:
         """Publish the removal of a member, and close the link to it; return once it is on disk."""
@@ -550,6 +561,7 @@ async def open_node(
             if provider is None:
                 opened = _open_preparation(options, worker, prepare)
                 preparation = await stack.enter_async_context(opened)
+                preparation.described.extend(load_models(store))
             endpoints = await stack.enter_async_context(
                 open_endpoints(options, store.key, transport)
             )

@@ -22,6 +22,7 @@ from meshllm.model.timing import measure_speed, memory_budget
 from meshllm.names import Digest, ModelKey, Quant
 from meshllm.node.charter_options import amend, create_charter, refuse_layers, refuse_other
 from meshllm.node.compute.worker import Worker
+from meshllm.node.membership.saved_models import LocalModel
 from meshllm.node.options import FIRST_MODEL, InferenceConfig, NodeOptions
 from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.node.ring.shape import reserved_bytes
@@ -45,7 +46,7 @@ class Preparation:
     worker: Worker
     cache: Path
     """Folder of cached digests and measurements."""
-    described: list[tuple[str, Quant | None]] = field(default_factory=list)
+    described: list[LocalModel] = field(default_factory=list)
     """Models that the owner of this node let the mesh serve, which it can hold too.
 
     Beside `--quant` in this quantisation only; else it is None, and any will do.

@@ -141,7 +141,7 @@ def _ring_status(view: NodeView) -> RingStatus:
             )
         ),
         predicted=_predicted(view),
-        measured=_measured(view),
+        measured=_measured(view, plan),
         advice=_by_name(view, view.advice),
         execution=view.execution,
         history=tuple(PastState(*each) for each in view.history),
@@ -477,13 +477,16 @@ def planned_ring(view: NodeView, found: Trial) -> PlannedRing:
     )
 
 
-def _measured(view: NodeView) -> Measured | None:
-    """Return the times of the latest answer of the ring; of any, if the mesh has one ring."""
+def _measured(view: NodeView, plan: Plan | None) -> Measured | None:
+    """Return the times of the latest answer, if it is of the ring with this plan."""
     counts = view.counts
     answer, tokens = counts.by_ring.get(view.group, (None, 0))
     if answer is None and len(view.rings) <= 1:
         answer, tokens = counts.last, counts.last_tokens
     if answer is None or not answer.ms_per_token:
+        return None
+    held = [(show(each.node)[:SHORT_LETTERS], each.span) for each in plan.stages] if plan else []
+    if [(hop.node[:SHORT_LETTERS], hop.span) for hop in answer.hops] != held:
         return None
     return Measured(
         ms_per_token=answer.ms_per_token,

@@ -13,8 +13,8 @@ from meshllm.node.view import OwnRing, RingView
 from meshllm.protocol.agreement.candidates import NO_LINK
 from meshllm.protocol.agreement.groups import REFUSES
 from meshllm.protocol.membership.records import Lifecycle, ModelOffer, Profile, RingMembership
-from meshllm.protocol.planning.plan import Links
-from meshllm.request import HopReport
+from meshllm.protocol.planning.plan import Links, Plan
+from meshllm.request import Answer, HopReport
 from meshllm.status import (
     CostTable,
     LinkStatus,
@@ -256,6 +256,27 @@ def test_reasons_and_advice_name_nodes(node: Owned) -> None:
     assert node.status().ring.advice == told
 
 
+def answer_by(plan: Plan) -> Answer:
+    """Return an answer that the ring of a plan gave."""
+    (hop, *_), stages = answer_of("", 0).hops, enumerate(plan.stages)
+    hops = (replace(hop, rank=rank, node=short(at.node), span=at.span) for rank, at in stages)
+    return replace(answer_of("", 0), hops=tuple(hops))
+
+
+def test_measurements_of_another_ring_are_not_reported(node: Owned) -> None:
+    plan = plan_of(node.view)
+    node.see(counts=replace(node.view.counts, last=answer_by(plan), last_tokens=5))
+    assert node.ring().measured
+
+    first, *rest = plan.stages
+    other = replace(plan, stages=(replace(first, node=D), *rest))
+    for answer in (answer_by(other), answer_of("", 0)):
+        node.see(counts=replace(node.view.counts, last=answer))
+        assert node.ring().measured is None
+    node.see(plan=None)
+    assert node.ring().measured is None
+
+
 def test_the_latest_measurement_is_reported(node: Owned) -> None:
     node.see(
         counts=RequestCounters(
@@ -269,18 +290,19 @@ def test_the_latest_measurement_is_reported(node: Owned) -> None:
     )
     assert node.ring().measured is None
 
-    node.see(counts=replace(node.view.counts, last=answer_of("", 0), last_tokens=5), sessions=1)
+    answer = answer_by(plan_of(node.view))
+    node.see(counts=replace(node.view.counts, last=answer, last_tokens=5), sessions=1)
 
     measured = node.ring().measured
     assert measured
     assert (measured.ms_per_token, measured.ttft_ms, measured.tokens) == (4.0, 20.0, 5)
-    of_ring = {node.view.group: (answer_of("", 0), 6)}
+    of_ring = {node.view.group: (answer, 6)}
     node.see(counts=replace(node.view.counts, by_ring=of_ring))  # the last was of an engine
     assert (found := node.ring().measured)
     assert found.tokens == 6
-    hop = answer_of("", 0).hops[0]
+    hop = answer.hops[0]
     assert measured.hops[0] == MeasuredTimes(
-        0, "node-0", hop.span, compute_ms=1.25, serialise_ms=0.08, queue_ms=0.02, wire_ms=0.05,
+        0, hop.node, hop.span, compute_ms=1.25, serialise_ms=0.08, queue_ms=0.02, wire_ms=0.05,
         bytes_per_token=512.0,
     )  # fmt: skip
     assert node.status().sessions == SessionCounts(

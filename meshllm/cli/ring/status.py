@@ -8,11 +8,10 @@ from textwrap import wrap
 from typing import Any, TypeVar, cast
 
 from meshllm.cli.ring.picture import Box, picture
-from meshllm.cli.terminal.render import PER_TOKEN, bytes_of, cut, one_line, table
-from meshllm.names import SHORT_LETTERS, LossCause, Span, counted
+from meshllm.cli.terminal.render import PER_TOKEN, bytes_of, cut, cut_model, one_line, table
+from meshllm.names import LossCause, Span, counted
 from meshllm.status import (
     UNANSWERED_HINT,
-    Measured,
     MeshStatus,
     ModelStatus,
     NodeStatus,
@@ -37,7 +36,7 @@ _CAUSES = {
 }
 _ID = re.compile(r"`([a-z0-9]+)`")
 _SHORT = 12  # characters of a name in the widest table
-_NODES, _LINKS, _HOPS, _FURTHER = 2, 3, 4, 6  # positions in the layout
+_NODES, _LINKS, _HOPS, _FURTHER = 2, 3, 4, 7  # positions in the layout
 
 
 def clean(value: T) -> T:
@@ -82,16 +81,19 @@ def lay_out(
     truncates no table.
     """
     most, status = None if is_whole else columns, _with_names(status)
+    further = _further(status, columns, most)
+    totals, foot = "\n".join(_figures(_totals(status.ring), columns)), _foot(status, columns)
     parts = [
         _facts((*_about(status.ring, status.model), ("mesh", _mesh(status))), columns),
         _ring(status.ring, status, columns),
         _nodes(status, columns, most),
         _links(status, most),
         _hops(status.ring, most),
+        totals if further else "",
         _rings(status, columns, most),
-        _further(status, columns, most),
+        further,
         _provided(status, most),
-        _foot(status, columns),
+        foot if further else f"{totals}\n{foot}".lstrip("\n"),
     ]
     for part in (_FURTHER, _LINKS, _HOPS, _NODES):
         if rows is not None and _join(parts).count("\n") >= rows:
@@ -158,7 +160,7 @@ def _ring(ring: RingStatus, status: MeshStatus, columns: int) -> str:
     """Draw the nodes of a ring."""
     if not ring.stages:
         return ""
-    measured = _measured(ring)
+    measured = ring.measured
     planned = ring.predicted.hops_with_head if ring.predicted else ()
     times, about, digits = (measured.hops, "", 3) if measured else (planned, "~", 2)
     here = {each.node for each in status.nodes if each.is_self}
@@ -227,16 +229,8 @@ def _links(status: MeshStatus, most: int | None) -> str:
     return "\n".join(_lines(table(header, rows), most)) if rows else ""
 
 
-def _measured(ring: RingStatus) -> Measured | None:
-    """Return the measured times if they are of the current ring."""
-    measured = ring.measured
-    held = [(each.node[:SHORT_LETTERS], each.layers) for each in ring.stages]
-    then = [(each.node[:SHORT_LETTERS], each.layers) for each in measured.hops] if measured else []
-    return measured if held == then else None
-
-
 def _hops(ring: RingStatus, most: int | None) -> str:
-    measured, predicted = _measured(ring), ring.predicted
+    measured, predicted = ring.measured, ring.predicted
     if not measured:  # the picture shows the planned times
         return ""
     planned = {hop.rank: hop for hop in predicted.hops_with_head} if predicted else {}
@@ -267,7 +261,7 @@ def _figures(lines: Iterable[str], columns: int) -> list[str]:
 
 
 def _totals(ring: RingStatus) -> Iterator[str]:
-    measured = _measured(ring)
+    measured = ring.measured
     tokens = f", over {counted(measured.tokens, 'token')}" if measured else ""
     for word, figures, over in (("measured", measured, tokens), ("planned", ring.predicted, "")):
         if figures and figures.ms_per_token:
@@ -290,7 +284,7 @@ def _rings(status: MeshStatus, columns: int, most: int | None) -> str:
     rows = [
         (
             "*" if each.is_own else "",
-            cut(each.model),
+            cut_model(each.model),
             each.replica + 1,
             each.state,
             ", ".join(f"{cut(stage.name)} {stage.layers}" for stage in each.stages) or None,
@@ -302,7 +296,7 @@ def _rings(status: MeshStatus, columns: int, most: int | None) -> str:
     lines = _lines(table(header, rows), most)
     for each in status.rings:
         if each.reason:
-            why = f"{cut(each.model)} ({each.replica + 1}): {each.reason}"
+            why = f"{cut_model(each.model)} ({each.replica + 1}): {each.reason}"
             lines += wrap(why, columns, initial_indent="   ", subsequent_indent="     ")
     return "\n".join(lines)
 
@@ -348,7 +342,7 @@ def _foot(status: MeshStatus, columns: int) -> str:
     counts = to_json(status.sessions)
     del counts["losses"], counts["recomputed"]
     states = ", ".join(f"{count} {word}" for word, count in counts.items())
-    lines = _figures([*_totals(status.ring), f"sessions  {states}"], columns)
+    lines = _figures([f"sessions  {states}"], columns)
     losses, notes = status.sessions.losses, list[tuple[str, str]]()
     if survived := [
         f"{it.count} {_CAUSES[it.cause]}"

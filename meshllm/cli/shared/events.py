@@ -47,8 +47,11 @@ def notices(before: "MeshStatus | None", after: "MeshStatus") -> Iterator[Notice
             yield from _of_node(was, each)
         elif each.state == "standby" and _is_new(was, each):
             yield _standby(each, "this node")
+        elif each.state == "refused" and _is_new(was, each):
+            fields: dict[str, Field] = {"node": each.node, "name": each.name, "reason": each.reason}
+            yield Notice(each.state, f"this node is refused: {each.reason}", fields)
     for gone in known.values():
-        fields: dict[str, Field] = {"node": gone.node, "name": gone.name}
+        fields = {"node": gone.node, "name": gone.name}
         yield Notice("removed", f"{gone.name or gone.short} was removed from the mesh", fields)
     yield from _of_providers(before, after)
     old, new = before.ring if before else None, after.ring

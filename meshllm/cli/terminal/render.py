@@ -240,6 +240,13 @@ def cut(text: str, most: int = LONGEST) -> str:
     return f"{''.join(char for char, end in zip(text, ends, strict=True) if end < most)}…"
 
 
+def cut_model(name: str) -> str:
+    """Truncate the name of a model; that of a folder at its start, as its end says which it is."""
+    if not name.startswith("/") or width_of(name) <= LONGEST:
+        return cut(name)
+    return cut(name[::-1])[::-1]
+
+
 def plain(value: object) -> str:
     """Format the value of a setting."""
     match value:

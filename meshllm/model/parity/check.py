@@ -36,7 +36,7 @@ from meshllm.model.split.meta_model import Part, build, quiet
 from meshllm.model.split.rope import context_of
 from meshllm.model.split.structure import PROBE_ERRORS
 from meshllm.model.steps.load import load_shard
-from meshllm.model.text.tokenizer import Text
+from meshllm.model.text.tokenizer import Text, check_vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -191,9 +191,11 @@ def _ids(source: Source, prompt: str | Sequence[int]) -> list[int]:
     if not isinstance(prompt, str):
         return list(prompt)
     try:
-        return Text.load(source.folder).encode(prompt)
+        text = Text.load(source.folder)
     except ModelError:  # without a tokenizer, compare on arbitrary ids
         return list(range(1, 11))
+    size = source.config.get_text_config().vocab_size
+    return [*check_vocabulary(text.encode(prompt), size)]
 
 
 def _run_whole(

@@ -334,6 +334,16 @@ def is_long(request: Request) -> bool:
     return length_of(request) > SHORT_CHARS
 
 
+def check_vocabulary(tokens: Sequence[int], vocabulary: int) -> Sequence[int]:
+    """Return the tokens of a text; raise `ModelError` if the embedding lacks any of them."""
+    if (largest := max(tokens, default=0)) >= vocabulary:  # in files that do not belong together
+        raise ModelError(
+            f"The tokenizer of the model gives token {largest}, and its embedding has {vocabulary}",
+            hint="fetch the model again",
+        )
+    return tokens
+
+
 def length_of(request: Request) -> int:
     """Return the characters of a prompt that a client writes."""
     tools = request.tools.functions if request.tools else ""

@@ -1,10 +1,11 @@
 """Changes of the mesh's charter by this node: by its options, and by `meshllm model serve`."""
 
 import logging
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from meshllm.errors import LinkLost, MeshError, UserError
+from meshllm.errors import LinkLost, MeshError, ModelError, UserError
 from meshllm.names import Quant
 from meshllm.node.charter_options import amend, names_in, refuse_layers, serve, stop
 from meshllm.node.net.mesh_link import MeshLinks
@@ -58,6 +59,9 @@ class CharterEditor:
         if model is None:
             sizes = quant or Quant.NONE, asked.context or CONTEXT
             model = await self._preparation.describe(name, *sizes)
+        elif not await self._preparation.held((model,)):
+            with suppress(ModelError):  # not by this name: another node holds it
+                await self._preparation.describe(asked.model, model.quant, model.shape.context)
         if asked.context is not None and asked.context > model.shape.context:
             longest = await self._preparation.longest(model)
             asked = replace(asked, context=min(asked.context, longest))

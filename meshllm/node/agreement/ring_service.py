@@ -121,7 +121,7 @@ class RingService:
         Without `--model` it may also hold those whose weights another node can send.
         """
         offer, preparation = self._parts.offer, self._parts.prepared
-        known: tuple[ModelKey, ...] = ()
+        known: tuple[int, tuple[ModelKey, ...]] = 0, ()
         held: tuple[ModelKey, ...] = ()
         async with aclosing(self._parts.state.changes()) as changes:
             async for _ in changes:
@@ -131,8 +131,8 @@ class RingService:
                 keys = tuple(each.key for each in charter.served)
                 if not (offer.profile.models or self._retry_s or len(groups_of(charter)) > 1):
                     continue
-                if keys != known:
-                    known, held = keys, await preparation.held(charter.served)
+                if (now := (len(preparation.described), keys)) != known:
+                    known, held = now, await preparation.held(charter.served)
                 models = self._may_hold(charter, held)
                 if models == offer.profile.models:
                     continue

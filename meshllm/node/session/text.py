@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias, assert_never
 
 from torch import Tensor
 
-from meshllm.errors import ContextTooLong, ModelError, UserError
+from meshllm.errors import ContextTooLong, UserError
 from meshllm.model.sampling import logprobs, validate
 from meshllm.model.text import grammar_trial
 from meshllm.model.text.answer_parser import AnswerParser
@@ -23,7 +23,7 @@ from meshllm.model.text.reasoning import (
     ReasoningParser,
     max_reasoning_tokens_of,
 )
-from meshllm.model.text.tokenizer import Text, is_long, length_of
+from meshllm.model.text.tokenizer import Text, check_vocabulary, is_long, length_of
 from meshllm.model.text.tool_format import MARKERS, Function, call_grammar
 from meshllm.model.text.tool_parser import ToolParser
 from meshllm.names import NodeId, short, show
@@ -489,12 +489,7 @@ def _encode(
         if request.raw is None
         else text.encode(request.raw)
     )
-    if (largest := max(ids, default=0)) >= vocabulary:  # in files that do not belong together
-        raise ModelError(
-            f"The tokenizer of the model gives token {largest}, and its embedding has {vocabulary}",
-            hint="fetch the model again",
-        )
-    return tuple(ids)
+    return tuple(check_vocabulary(ids, vocabulary))
 
 
 def _cached(order: GenerationRequest, reused: int) -> int:

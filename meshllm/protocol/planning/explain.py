@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from meshllm.errors import ModelError
-from meshllm.names import counted
+from meshllm.names import Span, counted
 from meshllm.protocol.planning.partition import GreedyFill
 from meshllm.protocol.planning.plan import MAX_SECONDS, ModelSizes
 from meshllm.protocol.planning.problem import MILLISECOND, Problem
@@ -23,6 +23,11 @@ def standby_reasons(problem: Problem, ring: Sequence[int]) -> Iterator[tuple[int
 
 def refusal(problem: Problem, shape: ModelSizes) -> ModelError:
     """Return an error that says how much memory is missing for a model."""
+    if uncovered := _uncovered(problem):
+        return ModelError(
+            f"No node may hold layers `{uncovered}` of `{shape.name}`: all have fixed layers",
+            hint=f"start a node with `--layers {uncovered}`, or one without `--layers`",
+        )
     usable = sum(max(0, memory) for memory in problem.memory)
     takes = (
         f"`{shape.name}` needs {format_bytes(problem.sizes[-1])} for {problem.layers} layers with"
@@ -73,6 +78,19 @@ def _predict(problem: Problem, fill: GreedyFill, ring: Sequence[int], node: int)
     saved = (before - after) / MILLISECOND
     layers = f"save {saved:.1f} ms" if saved >= 0 else f"cost {-saved:.1f} ms"
     return f"its link adds {added:.1f} ms and its layers {layers}"
+
+
+def _uncovered(problem: Problem) -> Span | None:
+    """Return the first layers outside of all fixed spans; None if a node may hold any layers."""
+    able = (node for node in range(len(problem.nodes)) if problem.memory[node] >= 0)
+    if not all(node in problem.pins or problem.is_client(node) for node in able):
+        return None
+    stop = 0
+    for span in sorted(problem.pins.values()):
+        if span.start > stop:
+            return Span(stop, span.start)
+        stop = span.stop
+    return Span(stop, problem.layers) if 0 < stop < problem.layers else None
 
 
 def _missing_bytes(problem: Problem) -> int:

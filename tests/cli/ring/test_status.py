@@ -8,7 +8,6 @@ from meshllm.status import NodeState, ProviderOffer
 from tests.builders.fake_node import FOX
 from tests.builders.status import (
     RINGS,
-    node_id,
     status_of,
     waiting,
     with_link,
@@ -93,6 +92,8 @@ def test_further_rings_of_the_node_are_shown_as_its_first() -> None:
     ) in text
     assert text.count("\nmeasured ") == text.count("per token, times in ms") == 2
     assert text.count("ring    serving") == 2
+    last = text.index("policy  latency")
+    assert text.index("\nmeasured ") < last < text.index("\nsessions  ")  # figures are with the ring
     assert lay_out(status, 80, rows=20).count("ring    serving") == 1
 
 
@@ -209,24 +210,6 @@ def test_the_capacity_of_the_ring_is_that_of_its_fullest_rank() -> None:
 
     assert "\ncapacity  4711 tokens of KV cache for all sessions\n" in text
     assert "\ncapacity" not in lay_out(status, 80)
-
-
-def test_measurements_of_another_ring_are_not_shown() -> None:
-    status = with_ring(status_of(3), measured=status_of(2).ring.measured)
-
-    text = lay_out(status, 80)
-
-    assert "~0.4 ms" in text
-    assert "\nmeasured  nothing yet" in text
-
-
-def test_measurements_of_a_lost_node_are_not_those_of_its_replacement() -> None:
-    status = status_of(2)
-    first = replace(status.ring.stages[0], node=node_id(3))
-
-    text = lay_out(with_ring(status, stages=(first, status.ring.stages[1])), 80)
-
-    assert "\nmeasured  nothing yet" in text
 
 
 def test_single_things_are_not_plural() -> None:

@@ -21,7 +21,7 @@ def test_the_docstring_of_a_field_is_its_help_text() -> None:
 def test_help_shows_text_default_and_variable(meshllm: Invoke) -> None:
     text = " ".join(meshllm("chat", "--help").stdout.split())
 
-    shown = "Keep the most likely tokens up to probability P."
+    shown = "Keep the most likely tokens up to a total probability of X."
     assert f"--top-p X {shown} [default: the model's; env: MESHLLM_TOP_P]" in text
     assert "gives the same text. [default: random; env: MESHLLM_SEED]" in text
     assert "[default: no limit; env: MESHLLM_MAX_TOKENS]" in text

@@ -297,3 +297,9 @@ def test_the_name_of_a_hop_does_not_control_the_terminal() -> None:
 
     assert r" \x1b[2J\nfox " in shown
     assert "\x1b" not in shown
+
+
+def test_the_name_of_a_folder_is_cut_at_its_start() -> None:
+    names = map(render.cut_model, ("/a/b", "/home/models/llama-3", "a-model-of-many-letters"))
+
+    assert list(names) == ["/a/b", "…/models/llama-3", "a-model-of-many…"]

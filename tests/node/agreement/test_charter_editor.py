@@ -1,6 +1,7 @@
 """How a node changes the charter of its mesh."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,8 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from meshllm.errors import LinkLost, MeshError, ModelError, UserError
-from meshllm.names import Digest, Quant, Span, show
+from meshllm.errors import LinkLost, MeshError, ModelError, ModelMissing, UserError
+from meshllm.names import Digest, ModelKey, Quant, Span, show
 from meshllm.node.agreement.charter_editor import CharterEditor
 from meshllm.node.options import ModelOptions
 from meshllm.protocol.membership.charter import Charter
@@ -33,6 +34,8 @@ class FakeMesh:
         self.charter: Charter | None = charter()
         self.profiles: dict[bytes, Profile] = {}
         self.takes = True
+        self.is_here = True
+        self.described = list[tuple[object, ...]]()
         self.editor = CharterEditor(
             node_options(Path("unused"), **wishes),
             cast("Any", self),
@@ -44,8 +47,14 @@ class FakeMesh:
         assert now >= 0
         self.charter = charter if self.takes else self.charter
 
-    async def describe(self, *_: object) -> Charter:
+    async def describe(self, *asked: object) -> Charter:
+        self.described.append(asked)
+        if asked[0] != OTHER.shape.name:
+            raise ModelMissing("It is not here")
         return OTHER
+
+    async def held(self, charters: Sequence[Charter]) -> list[ModelKey]:
+        return [each.key for each in charters if self.is_here]
 
     async def longest(self, charter: Charter) -> int:
         assert charter.key == OTHER.key
@@ -67,6 +76,22 @@ async def test_a_model_is_served_and_stopped() -> None:
     assert [each.key for each in mesh.charter.served] == [charter().key]
     with pytest.raises(ModelError, match="does not serve `other`"):
         mesh.editor.stop_model("other")
+
+
+async def test_a_model_that_is_served_already_is_looked_for_if_it_is_not_here() -> None:
+    mesh = FakeMesh()
+    await mesh.editor.serve_model(ModelOptions("other", aliases=("small",)))
+    assert mesh.charter
+
+    await mesh.editor.serve_model(ModelOptions("other"))
+    assert len(mesh.described) == 1
+    mesh.is_here = False
+    for name in ("other", "small"):  # the second is no name of a model here
+        served = await mesh.editor.serve_model(ModelOptions(name))
+        assert served.key == OTHER.key
+    assert mesh.described[1:] == [
+        (name, OTHER.quant, OTHER.shape.context) for name in ("other", "small")
+    ]
 
 
 async def test_a_quantisation_is_served_beside_another_one_by_any_name_of_that() -> None:

@@ -304,7 +304,7 @@ def test_a_model_is_offered_again_if_the_mesh_serves_nothing_else_by_then() -> N
             return (FIRST,)
 
         parts = cast("Any", node.service._parts)
-        parts.prepared = SimpleNamespace(held=here)
+        parts.prepared = SimpleNamespace(held=here, described=[])
         parts.offer.hold = held.append
         parts.offer.profile = SimpleNamespace(models=(), memory_bytes=1)  # it gave up all it had
         node.service._give_up(FIRST, ModelError("the disk is full"))
@@ -314,6 +314,31 @@ def test_a_model_is_offered_again_if_the_mesh_serves_nothing_else_by_then() -> N
         assert held == []
         await asyncio.sleep(2)
         assert held == [(FIRST,)]
+        surveying.cancel()
+        await asyncio.gather(surveying, return_exceptions=True)
+
+    run(scenario)
+
+
+def test_a_model_that_was_described_again_is_offered() -> None:
+    async def scenario(node: Moving) -> None:
+        held, described = list[tuple[ModelKey, ...]](), list[str]()
+
+        async def here(_: object) -> tuple[ModelKey, ...]:
+            return (FIRST, OTHER) if described else (FIRST,)
+
+        parts = cast("Any", node.service._parts)
+        parts.prepared = SimpleNamespace(held=here, described=described)
+        parts.offer.hold = held.append
+        parts.offer.profile = SimpleNamespace(models=(FIRST,), memory_bytes=1)
+        parts.has_own_model = True
+        surveying = asyncio.ensure_future(node.service.survey())
+        await asyncio.sleep(1)
+        assert held == []
+        described.append("other")
+        node.place.own.publish()
+        await asyncio.sleep(1)
+        assert held[-1] == (FIRST, OTHER)
         surveying.cancel()
         await asyncio.gather(surveying, return_exceptions=True)
 
@@ -334,7 +359,7 @@ def test_an_offer_that_is_made_while_the_memory_is_looked_up_stays() -> None:
             return replace(found, memory_bytes=1)
 
         parts = cast("Any", node.service._parts)
-        parts.prepared, parts.offer = SimpleNamespace(held=here, room=room), offer
+        parts.prepared, parts.offer = SimpleNamespace(held=here, room=room, described=[]), offer
         surveying = asyncio.ensure_future(node.service.survey())
         await asyncio.sleep(1)
         assert told[-1] == offer.profile == replace(measured, models=(FIRST, OTHER))

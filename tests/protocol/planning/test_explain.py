@@ -43,7 +43,17 @@ def test_the_reason_of_a_slower_standby_is_its_cost() -> None:
         ([0.0, 8.0], PlanConstraints(entry=A, ends=Ends.CLIENT), "lacks 512.0 MiB"),
         ([2.0, 2.0, 2.0], PlanConstraints(members=2), "lacks 1.0 GiB"),
         ([0.8, 1.6], PlanConstraints(), "lacks 2.7 GiB"),
-        ([8.0], PlanConstraints(spans={A: Span(0, 3)}), "lacks 1.0 GiB"),
+        (
+            [8.0],
+            PlanConstraints(spans={A: Span(0, 3)}),
+            "No node may hold layers `3:4` of `tiny`: all have fixed layers",
+        ),
+        (
+            [8.0, 8.0],
+            PlanConstraints(spans={A: Span(0, 1), B: Span(2, 4)}),
+            "No node may hold layers `1:2` of `tiny`",
+        ),
+        ([8.0, 0.5], PlanConstraints(spans={A: Span(0, 3)}), "lacks 1.0 GiB"),
         (
             [8.0, 8.0],
             PlanConstraints(prefer=[A, B], members=1),
