@@ -128,9 +128,9 @@ class Settings:
     keep: str = "10m"
     """Keep a model in memory at least this long after a request."""
     exclude: str | None = None
-    """Nodes to give no layers: names or ids, with commas; "" ends it."""
+    """Nodes to give no layers: names or ids, with commas."""
     prefer: str | None = None
-    """Nodes to use if any layer fits: names or ids, with commas; "" ends it."""
+    """Nodes to use if any layer fits: names or ids, with commas."""
     entry: str | None = None
     """Who may read prompts: ids or names, with commas, or `self`."""
     trust: str | None = None

@@ -8,6 +8,7 @@ member of an enumeration becomes the first one.
 """
 
 import json
+from collections.abc import Iterable
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import StrEnum
 from functools import cache
@@ -78,9 +79,19 @@ def parse(data: bytes) -> object:
     return found
 
 
-def build(kind: type[T], value: object, name: str = "", *, strict: bool = True) -> T:
-    """Build a dataclass from the output of `parse`; raise `WrongField` if it does not match."""
-    return cast("T", _Builder(strict).build(kind, value, name))
+def build(
+    kind: type[T],
+    value: object,
+    name: str = "",
+    *,
+    strict: bool = True,
+    others: Iterable[str] = (),
+) -> T:
+    """Build a dataclass from the output of `parse`; raise `WrongField` if it does not match.
+
+    An error about an unknown member names the ``others`` too, which are read elsewhere.
+    """
+    return cast("T", _Builder(strict, name, tuple(others)).build(kind, value, name))
 
 
 def lay_out(value: object) -> Any:
@@ -109,6 +120,10 @@ class _Member(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class _Builder:
     strict: bool
+    top: str
+    """The name of the whole value."""
+    others: tuple[str, ...]
+    """Of its members, those that are read elsewhere."""
 
     def build(self, kind: Any, value: object, name: str) -> object:
         if kind is object:
@@ -148,7 +163,7 @@ class _Builder:
         asked = {each for each, value in values.items() if value is not None}
         for unknown in asked - members.keys() if self.strict else ():
             where = f"{prefix}{unknown[:100]}"
-            hint = f"one of {_list(members)}"
+            hint = f"one of {_list((*members, *(self.others if name == self.top else ())))}"
             raise WrongField(
                 where, f"`{where}` is not supported", hint=hint, code="unsupported_parameter"
             )

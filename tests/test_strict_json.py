@@ -56,6 +56,18 @@ def test_a_whole_number_is_a_number() -> None:
     assert (size, type(size)) == (2.0, float)
 
 
+def test_an_error_of_an_unknown_member_names_those_that_are_read_elsewhere() -> None:
+    with pytest.raises(WrongField) as raised:
+        build(Tree, {"name": "t", "colour": 1}, others=("roots",))
+    assert raised.value.hint
+    assert raised.value.hint.startswith("one of `name`, ")
+    assert raised.value.hint.endswith(", `roots`")
+
+    with pytest.raises(WrongField) as raised:
+        build(Tree, {"name": "t", "pairs": [{"left": "l", "right": "r"}]}, others=("roots",))
+    assert "`roots`" not in str(raised.value.hint)
+
+
 @pytest.mark.parametrize(
     ("value", "name", "message"),
     [

@@ -9,6 +9,8 @@ from meshllm.errors import UserError
 from meshllm.names import SHORT_LETTERS, NodeId, parse_node, short, show
 from meshllm.protocol.membership.records import Profile
 
+LONG = 50  # characters; so many are meant to be the 63 of an id
+_LISTED = "see `meshllm ring status`, or `meshllm ring members`"
 MAX_NAMES = 4  # in a line of a terminal; a mesh may have hundreds of nodes
 
 Profiles: TypeAlias = Mapping[NodeId, Profile]
@@ -53,8 +55,10 @@ def find_node(text: str, profiles: Profiles) -> NodeId:
     match _find(text, profiles):
         case (node,):
             return node
+        case () if len(text) >= LONG:
+            return parse_node(text)  # which says what is wrong with the id
         case ():
-            return parse_node(text)
+            raise UserError(f"No node has the name or id `{text[:80]}`", hint=_LISTED)
         case nodes:
             raise UserError(f"{len(nodes)} nodes match `{text}`", hint="give the whole id")
 

@@ -84,6 +84,15 @@ def test_changed_options_are_a_new_version() -> None:
     assert amend(changed, wishes, PROFILES, LONGEST) is changed
 
 
+def test_no_members_let_the_policy_choose() -> None:
+    before = amend(charter(), options(members=2), PROFILES, LONGEST)
+
+    assert amend(before, options(members=0), PROFILES, LONGEST).members is None
+    (fox,) = serve(before, named("fox"), ModelOptions("fox", members=2)).models
+    assert fox.members == 2
+    assert serve(before, before, ModelOptions("tiny", members=0)).members is None
+
+
 def test_an_unknown_name_keeps_the_previous_nodes() -> None:
     wishes = options(exclude=("desk", "loft"), prefer=("cellar",))
     before = amend(charter(), options(exclude=(show(B),), prefer=(show(A),)), PROFILES, LONGEST)

@@ -180,4 +180,4 @@ def build_fields(
             for name, value in found.items()
             if name not in kept and name not in harmless and value not in neutral.get(name, ())
         }
-    return build(kind, found), kept
+    return build(kind, found, others=apart), kept

@@ -65,7 +65,7 @@ def choose(
         if not quiet and (chosen.state is not None or is_member):
             _announce_local(chosen)
         return open_local, _of_first(chosen, flags), _here(chosen)
-    _refuse(flags, _RING_SETTINGS, "the mesh of the ticket already has a ring")
+    _refuse(flags, _RING_SETTINGS, "the mesh of the ticket already has a ring", "omit it")
     mesh = f"the mesh of node `{_inviter(chosen)}`, which made the ticket"
     if not quiet:
         _announce(mesh)
@@ -86,7 +86,8 @@ def _running(
     import logging
 
     logging.getLogger(__name__).info("using the node at %s", socket_path(chosen))
-    _refuse(flags, _RING_SETTINGS, "the running node already has a ring")
+    alone = "omit it, or add `--nodes 1` to run a ring in this process"
+    _refuse(flags, _RING_SETTINGS, "the running node already has a ring", alone)
     if quiet and not shows_model and flags["model"] is None:
         return node, change(chosen, {"model": "the running node"}), _NODE
     from meshllm.status import as_asked
@@ -281,10 +282,7 @@ def _refuse_beside_nodes(flags: Mapping[str, Scalar]) -> None:
             )
 
 
-def _refuse(flags: Mapping[str, Scalar], names: tuple[str, ...], reason: str) -> None:
+def _refuse(flags: Mapping[str, Scalar], names: tuple[str, ...], reason: str, hint: str) -> None:
     for name in names:
         if flags[name] is not None:
-            raise UserError(
-                f"`--{name.replace('_', '-')}` has no effect: {reason}",
-                hint="omit it, or add `--nodes 1` to run a ring in this process",
-            )
+            raise UserError(f"`--{name.replace('_', '-')}` has no effect: {reason}", hint=hint)

@@ -15,7 +15,7 @@ from meshllm.cli.shared.options import Json, settings, takes
 from meshllm.cli.terminal import render
 from meshllm.cli.terminal.wrap import width_of
 from meshllm.config import Scalar
-from meshllm.errors import PeerFault
+from meshllm.errors import PeerFault, UserError
 from meshllm.names import counted
 from meshllm.request import Answer, Request, Turn
 
@@ -52,6 +52,8 @@ def trace(
 
     from meshllm.cli.shared.client import NodeClient, socket_path
 
+    if not prompt:
+        raise UserError("The prompt is empty", hint=f"give another, or none for `{PROMPT}`")
     turn: Turn = {"role": "user", "content": prompt}
     request = Request(turns=(turn,), max_tokens=tokens)
     with render.Status(sys.stderr) as status:

@@ -20,6 +20,8 @@ def advise(agreement: Agreement) -> str:
     without the constraints, which takes as long as `agree`.
     """
     plan, best = agreement.plan, agreement.best
+    if plan is None and not agreement.offers and not agreement.refused:
+        return ""  # the nodes load the model
     if plan is None or best is None:
         return f"There is no ring: {agreement.reason}"
     shape = best.case.view.charter.shape

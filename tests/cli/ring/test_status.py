@@ -93,7 +93,9 @@ def test_further_rings_of_the_node_are_shown_as_its_first() -> None:
     assert text.count("\nmeasured ") == text.count("per token, times in ms") == 2
     assert text.count("ring    serving") == 2
     last = text.index("policy  latency")
-    assert text.index("\nmeasured ") < last < text.index("\nsessions  ")  # figures are with the ring
+    assert (
+        text.index("\nmeasured ") < last < text.index("\nsessions  ")
+    )  # figures are with the ring
     assert lay_out(status, 80, rows=20).count("ring    serving") == 1
 
 

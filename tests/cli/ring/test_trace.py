@@ -65,6 +65,13 @@ def test_the_answer_is_timed_and_not_shown(meshllm: Invoke, node: FakeClient) ->
     ]
 
 
+def test_an_empty_prompt_is_not_traced(meshllm: Invoke, node: FakeClient) -> None:
+    result = meshllm("ring", "trace", "")
+
+    assert (result.exit_code, node.requests) == (2, [])
+    assert "The prompt is empty" in result.stderr
+
+
 def test_hops_have_the_names_of_their_nodes(meshllm: Invoke, node: FakeClient) -> None:
     node.answers = [traced(name="lapt2bc")]
 

@@ -121,6 +121,13 @@ def test_a_node_reports_that_it_is_on_standby_itself_once() -> None:
     assert texts(after, with_node(after, 0, reason="its link adds 41 ms")) == []
 
 
+def test_a_node_reports_that_it_is_refused_itself_once() -> None:
+    after = with_node(status_of(2), 0, state=NodeState.REFUSED, reason="layer 3 differs")
+
+    assert texts(status_of(2), after) == ["this node is refused: layer 3 differs"]
+    assert texts(after, after) == []
+
+
 def test_a_standby_is_reported_once_although_its_figures_change() -> None:
     before = with_node(status_of(2), 1, state=NodeState.STANDBY, reason="its link adds 40 ms")
     after = with_node(before, 1, reason="its link adds 41 ms")

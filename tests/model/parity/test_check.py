@@ -35,6 +35,7 @@ from meshllm.model.split.shard import Shard
 from meshllm.model.steps.load import load_shard
 from meshllm.names import Span
 from meshllm.testing.models import tiny_model
+from tests.builders.small_tokenizers import byte_level
 
 PROMPT = [5, 17, 80, 3, 44]
 KNOWN = Verdict("llama", equal=True, reason="", whole=True, chunkable=True, croppable=True)
@@ -356,6 +357,14 @@ def test_a_model_without_a_tokenizer_is_compared_on_ids(llama: Source) -> None:
 
     assert report.equal
     assert report.prompt == tuple(range(1, 11))
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    source = tiny_model(tmp_path)
+    byte_level().save_pretrained(source.folder)
+
+    with pytest.raises(ModelError, match=r"tokenizer of the model gives token [0-9]+, and its"):
+        verify(source, splits=(2,), prompt="the ring passes a blob")
 
 
 def test_damaged_weights_are_refused_in_one_line(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ async def test_a_model_that_is_served_already_is_looked_for_if_it_is_not_here() 
     await mesh.editor.serve_model(ModelOptions("other"))
     assert len(mesh.described) == 1
     mesh.is_here = False
-    for name in ("other", "small"):  # the second is no name of a model here
+    for name in ("other", "small"):  # the second is not the name of a model here
         served = await mesh.editor.serve_model(ModelOptions(name))
         assert served.key == OTHER.key
     assert mesh.described[1:] == [

@@ -15,6 +15,10 @@ def test_without_a_ring_it_says_why() -> None:
     assert advice.startswith("There is no ring: The ring lacks")
 
 
+def test_there_is_no_advice_while_no_node_is_ready() -> None:
+    assert not advise(World({A: replace(profile(1), weights=())}).agree())
+
+
 def test_a_waiting_ring_is_named() -> None:
     world = World({A: profile(4), B: profile(4, ms=0.5)}, followed={A: SLOW}, busy={A})
 
