@@ -47,6 +47,7 @@ COMMANDS = (
     ("relay", "commands.relay:relay", "Run a relay for nodes behind NATs."),
     ("bench", "commands.bench:bench", "Benchmark rings, or one engine, or replay a trace."),
     ("help", "commands.help:show_help", "Show the help of a command or a page of the manual."),
+    ("tui", "tui.tui:tui", "Watch and control the mesh in the terminal."),
     ("ring", "ring.ring:app", "Show, plan and manage the ring."),
     ("key", "commands.key:app", "Create, list and revoke keys of the API."),
     ("model", "commands.model:app", "List, inspect, verify, download and serve models."),

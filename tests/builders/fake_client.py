@@ -2,11 +2,13 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from meshllm.errors import MeshError
+from meshllm.node.options import ModelOptions
 from meshllm.request import Event, Request
 from meshllm.status import Change, Members, MeshStatus, ModelStatus, Removed, RingState
 from tests.builders.status import member, node_id, status_of
@@ -52,6 +54,16 @@ class FakeClient:
 
     async def revoke(self, tags: Sequence[bytes]) -> None:
         self.posted.append(tuple(tags))
+
+    async def serve(self, asked: ModelOptions) -> ModelStatus:
+        self.posted.append(("serve", asked.model))
+        model = (await self.status()).model
+        assert model
+        return replace(model, name=asked.model)
+
+    async def stop(self, model: str) -> str:
+        self.posted.append(("stop", model))
+        return model
 
     async def events(self) -> AsyncGenerator[Change, None]:
         yield Change("changed", RingState.SERVING, 3, "4f2a91c0d3e1", {})

@@ -8,9 +8,10 @@ import typer
 
 from meshllm.cli.ring.plan import find_placement
 from meshllm.cli.shared import complete
+from meshllm.cli.shared.local import absolute_model
 from meshllm.cli.shared.options import Json, settings, takes
 from meshllm.cli.terminal import render
-from meshllm.config import DEFAULT, Scalar, Settings, current, expanded, files, load
+from meshllm.config import DEFAULT, Scalar, Settings, current, files, load
 from meshllm.errors import UserError
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def serve(
         _serve_planned(client, _planned(plan, chosen), as_json=as_json)
         return
     asked = ModelOptions(
-        _absolute(model or ""),
+        absolute_model(model or ""),
         aliases=None if alias is None else tuple(alias),
         **given,  # type: ignore[arg-type]  # of the types of the settings
     )
@@ -142,7 +143,7 @@ def stop(model: Model, as_json: Json = False, **flags: Scalar) -> None:
 
     from meshllm.cli.shared.client import NodeClient, socket_path
 
-    stopped = asyncio.run(NodeClient(socket_path(settings(flags))).stop(_absolute(model)))
+    stopped = asyncio.run(NodeClient(socket_path(settings(flags))).stop(absolute_model(model)))
     if as_json:
         render.dump({"model": stopped})
         return
@@ -158,20 +159,10 @@ def _planned(path: Path, chosen: Settings) -> "list[ModelOptions]":
         raise UserError("The best placement has no ring of nodes", hint="see `meshllm ring plan`")
     return [
         ModelOptions(
-            _absolute(name),
+            absolute_model(name),
             quant=str(quant),
             members=max(sizes, key=lambda size: (sizes.count(size), size)),
             replicas=len(sizes),
         )
         for (name, quant), sizes in rings.items()
     ]
-
-
-def _absolute(model: str) -> str:
-    """Return the name of a model for a node, which runs in another folder."""
-    from meshllm.model.locate import is_folder
-
-    name, at, precision = model.rpartition("@")
-    if not is_folder(model) and at and is_folder(name):  # one of its quantisations
-        return f"{expanded(name).absolute()}@{precision}"
-    return str(expanded(model).absolute()) if is_folder(model) else model

@@ -1,3 +1,3 @@
 """`meshllm ring`."""
 
-__all__ = ["plan", "ring", "status"]
+__all__ = ["members", "plan", "ring", "status", "trace", "watch"]

@@ -1,4 +1,4 @@
-"""Opens a ring inside this process."""
+"""Opens a ring inside this process, and names its models."""
 
 import gc
 import linecache
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from meshllm.cli.shared.options import inference_config
-from meshllm.config import Settings, cache_path
+from meshllm.config import Settings, cache_path, expanded
 from meshllm.errors import UserError
 from meshllm.local_files import keep_temporary_files, reason_of
 from meshllm.request import Backend
@@ -76,3 +76,13 @@ def import_heavy(*modules: str, folder: Path | None = None) -> None:
         gc.freeze()
     finally:
         gc.enable()
+
+
+def absolute_model(model: str) -> str:
+    """Return the name of a model for a node, which runs in another folder."""
+    from meshllm.model.locate import is_folder
+
+    name, at, precision = model.rpartition("@")
+    if not is_folder(model) and at and is_folder(name):  # one of its quantisations
+        return f"{expanded(name).absolute()}@{precision}"
+    return str(expanded(model).absolute()) if is_folder(model) else model

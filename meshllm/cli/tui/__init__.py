@@ -1,0 +1,3 @@
+"""`meshllm tui`."""
+
+__all__ = ["tui"]

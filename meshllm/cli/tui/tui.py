@@ -1,0 +1,319 @@
+"""`meshllm tui`: watch and control the mesh in a terminal."""
+
+import asyncio
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from meshllm.cli.ring.status import clean, ms
+from meshllm.cli.shared.client import NodeClient, socket_path
+from meshllm.cli.shared.local import absolute_model
+from meshllm.cli.shared.options import help_of, settings, shown, takes
+from meshllm.cli.terminal import render
+from meshllm.cli.tui.screen import (
+    Action,
+    EndProgram,
+    InviteMember,
+    RemoveMember,
+    ServeModel,
+    SettingRow,
+    StopModel,
+    TimeAnswer,
+    TuiScreen,
+    WriteSetting,
+    summary,
+)
+from meshllm.config import Scalar, change, current, files, keys, load
+from meshllm.errors import MeshError, UserError
+
+if TYPE_CHECKING:
+    from prompt_toolkit import Application
+    from prompt_toolkit.formatted_text import StyleAndTextTuples
+    from prompt_toolkit.input import Input
+    from prompt_toolkit.key_binding import KeyBindings
+    from prompt_toolkit.layout import Layout
+    from prompt_toolkit.output import Output
+
+    from meshllm.status import MeshStatus
+
+EXAMPLES = """\b
+Examples:
+  meshllm tui
+  meshllm tui --state ~/second-node
+"""
+
+_AROUND = 3  # lines around the body: the views, the message, the keys
+_TICKET_S = 3600  # of validity: the default of `meshllm ring ticket`
+_TOKENS = 32
+_KEYS = (
+    "tab", "s-tab", "left", "right", "up", "down", "pageup", "pagedown", "home", "end", "enter",
+    *"12345jkqticdsu",
+)  # fmt: skip
+
+
+@takes("state")
+def tui(**flags: Scalar) -> None:
+    """Watch and control the mesh in the terminal.
+
+    It shows the ring and the events of the running node, invites and removes members, serves and
+    stops models, and changes the settings of the user's file, which nodes read when they start. The
+    keys of each view are in the last line.
+    """
+    if not render.can_redraw() or sys.stdin is None or not sys.stdin.isatty():
+        raise UserError(
+            "`meshllm tui` needs a terminal", hint="use `meshllm ring status`, or `--watch`"
+        )
+    asyncio.run(Tui(NodeClient(socket_path(settings(flags)))).run())
+
+
+def read_settings() -> Iterator[SettingRow]:
+    """Yield all settings, the ticket of `join` hidden."""
+    config = load({})
+    chosen = config.settings
+    if chosen.join is not None:
+        chosen = change(chosen, {"join": "(hidden)"})
+    for name, key in keys().items():
+        value = current(config.settings, name)
+        given = "" if value is None or name == "join" else str(render.plain(value))
+        meaning = help_of(key)
+        yield SettingRow(name, shown(chosen, name), config.origins[name], meaning, given)
+
+
+class Tui:
+    """Connects a `TuiScreen` with the terminal and a node."""
+
+    def __init__(
+        self, client: NodeClient, given: "Input | None" = None, output: "Output | None" = None
+    ) -> None:
+        """Prepare; ``given`` and ``output`` replace the terminal in tests."""
+        self.screen = TuiScreen(settings=tuple(read_settings()))
+        self._client = client
+        self._app = self._application(given, output)
+        self._jobs = set[asyncio.Task[None]]()
+        self._lost = ""  # what is said while the node is away
+
+    async def run(self) -> None:
+        """Run until a key ends it.
+
+        Raises:
+            LinkLost: no node is running at first.
+        """
+        from meshllm.cli.ring.watch import follow
+        from meshllm.cli.shared.signals import cancelled_by_sigterm
+
+        self._show(await self._client.status())
+        watching = asyncio.ensure_future(follow(self._client, self._show, self._away))
+        listing = asyncio.ensure_future(self._list_members())
+        try:
+            with cancelled_by_sigterm():
+                await self._app.run_async()
+        finally:
+            tasks = (watching, listing, *self._jobs)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _show(self, status: "MeshStatus") -> None:
+        from meshllm.cli.shared.events import notices
+
+        before, self.screen.status = self.screen.status, clean(status)
+        if self._lost and self.screen.message == self._lost:
+            self.screen.message = self._lost = ""
+        now = time.strftime("%H:%M:%S")
+        self.screen.log += [f"{now} {each.text}" for each in notices(before, self.screen.status)]
+        self._app.invalidate()
+
+    def _away(self, message: str) -> None:
+        self.screen.message = self._lost = message
+        self._app.invalidate()
+
+    async def _list_members(self) -> None:
+        from meshllm.cli.ring.watch import REFRESH_S
+
+        while True:
+            with suppress(MeshError):
+                self.screen.members = clean((await self._client.members()).members)
+                self._app.invalidate()
+            await asyncio.sleep(REFRESH_S)
+
+    def _begin(self, action: Action | None) -> None:
+        """Do what a key asked for, while others are handled."""
+        if action is None:
+            return
+        if isinstance(action, EndProgram):
+            self._app.exit()
+            return
+        self.screen.message = "working …"
+        job = asyncio.ensure_future(self._do(action))
+        self._jobs.add(job)
+        job.add_done_callback(self._jobs.discard)
+
+    async def _do(self, action: Action) -> None:
+        try:
+            self.screen.message = await self._perform(action)
+        except MeshError as error:
+            hint = f"; hint: {error.hint}" if error.hint else ""
+            self.screen.message = render.one_line(f"error: {error}{hint}")
+        self._app.invalidate()
+
+    async def _perform(self, action: Action) -> str:
+        """Return what an action did; raise `MeshError` if it failed."""
+        client = self._client
+        match action:
+            case TimeAnswer():
+                return await self._trace()
+            case InviteMember(role):
+                ticket = await client.invite(role, _TICKET_S, 1)
+                await self._print_ticket(role, ticket)
+                return "the ticket admits one machine within 1 h"
+            case RemoveMember(node, name):
+                done = await client.remove(node)
+                also = f" with {len(done.taken)} that it invited" if done.taken else ""
+                return f"{name} was removed{also}"
+            case ServeModel(model):
+                from meshllm.node.options import ModelOptions
+
+                served = await client.serve(ModelOptions(absolute_model(model)))
+                return f"{render.one_line(served.name)} is served by a ring"
+            case StopModel(model):
+                return f"{render.one_line(await client.stop(model))} is no longer served"
+            case WriteSetting(name, value):
+                return self._write(name, value)
+            case EndProgram():
+                return ""
+
+    async def _trace(self) -> str:
+        from meshllm.cli.ring.trace import PROMPT
+        from meshllm.request import Answer, Request
+
+        request = Request(turns=({"role": "user", "content": PROMPT},), max_tokens=_TOKENS)
+        async for event in self._client.generate(request):
+            if isinstance(event, Answer):
+                first, each = ms(event.ttft_ms), ms(event.ms_per_token)
+                return f"first token {first}, then {each} per token"
+        return ""
+
+    async def _print_ticket(self, role: str, ticket: str) -> None:
+        """Leave the screen for a moment, so that the ticket can be copied as one line."""
+        from prompt_toolkit.application import run_in_terminal
+
+        def show() -> None:
+            render.out(f"meshllm {'node' if role == 'node' else 'chat'} --join {ticket}")
+            render.print_message("treat it like a password; Enter returns")
+            sys.stdin.readline()
+
+        await run_in_terminal(show, in_executor=True)
+
+    def _write(self, name: str, value: str | None) -> str:
+        from meshllm.config_file import drop, put
+
+        path, _ = files()
+        if value is None:
+            drop(path, name)
+            done = f"removed {name} from {path}"
+        else:
+            done = f"{name} = {render.plain(put(path, name, value))} in {path}"
+        self.screen.settings = tuple(read_settings())
+        return f"{done}; nodes read it when they start"
+
+    # The terminal.
+
+    def _application(self, given: "Input | None", output: "Output | None") -> "Application[None]":
+        from prompt_toolkit import Application
+        from prompt_toolkit.styles import Style
+
+        return Application(
+            self._layout(),
+            style=Style.from_dict({"chosen": "reverse", "quiet": "dim"}),
+            key_bindings=self._bindings(),
+            full_screen=True,
+            input=given,
+            output=output,
+        )
+
+    def _layout(self) -> "Layout":
+        from prompt_toolkit.buffer import Buffer
+        from prompt_toolkit.filters import Condition
+        from prompt_toolkit.layout import (
+            BufferControl,
+            ConditionalContainer,
+            Dimension,
+            FormattedTextControl,
+            HSplit,
+            Layout,
+            Window,
+        )
+        from prompt_toolkit.layout.processors import BeforeInput
+
+        def accept(buffer: Buffer) -> bool:
+            self._answer(buffer.text)
+            return False
+
+        self._buffer = Buffer(multiline=False, accept_handler=accept)
+        self._is_asked = Condition(lambda: self.screen.question is not None)
+        asked = BeforeInput(lambda: self.screen.question.text if self.screen.question else "")
+        body = FormattedTextControl(self._body, focusable=True, show_cursor=False)
+        self._body_control = body
+        self._input = BufferControl(self._buffer, input_processors=[asked])
+
+        def line(text: object) -> Window:
+            return Window(FormattedTextControl(text), height=1)  # type: ignore[arg-type]
+
+        question = ConditionalContainer(Window(self._input, height=1), self._is_asked)
+        said = FormattedTextControl(lambda: self.screen.message)
+        long = Window(said, height=Dimension(min=1, max=3), wrap_lines=True)
+        message = ConditionalContainer(long, ~self._is_asked)
+        keys_of_view = line(lambda: [("class:quiet", self.screen.footer())])
+        return Layout(
+            HSplit([line(self._header), Window(body), question, message, keys_of_view]), body
+        )
+
+    def _bindings(self) -> "KeyBindings":
+        from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+        bindings = KeyBindings()
+
+        def bind(key: str) -> None:
+            @bindings.add(key, filter=~self._is_asked)
+            def press(_event: KeyPressEvent) -> None:
+                rows = self._app.output.get_size().rows - _AROUND
+                self._begin(self.screen.press(key, rows))
+                if self.screen.question is not None:
+                    self._ask(self.screen.question.given)
+
+        for key in _KEYS:
+            bind(key)
+
+        @bindings.add("c-c")
+        def interrupt(event: KeyPressEvent) -> None:
+            event.app.exit(exception=KeyboardInterrupt)
+
+        @bindings.add("c-g", filter=self._is_asked)
+        @bindings.add("escape", eager=True, filter=self._is_asked)
+        def cancel(_event: KeyPressEvent) -> None:
+            self.screen.question = None
+            self._app.layout.focus(self._body_control)
+
+        return bindings
+
+    def _ask(self, given: str) -> None:
+        self._buffer.text, self._buffer.cursor_position = given, len(given)
+        self._app.layout.focus(self._input)
+
+    def _answer(self, text: str) -> None:
+        self._app.layout.focus(self._body_control)
+        self._begin(self.screen.answer(text))
+
+    def _header(self) -> "StyleAndTextTuples":
+        status = self.screen.status
+        views = [
+            ("class:chosen" if is_shown else "", name) for name, is_shown in self.screen.header()
+        ]
+        return [*views, ("class:quiet", f"   {summary(status)}" if status else "")]
+
+    def _body(self) -> "StyleAndTextTuples":
+        size = self._app.output.get_size()
+        lines = self.screen.lines(size.columns, size.rows - _AROUND)
+        return [("class:chosen" if is_chosen else "", f"{text}\n") for text, is_chosen in lines]
