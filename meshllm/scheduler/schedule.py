@@ -6,6 +6,7 @@ from enum import StrEnum
 from math import inf
 
 from meshllm.errors import ModelError
+from meshllm.protocol.planning.explain import format_bytes
 from meshllm.scheduler.cp_sat import is_installed, search_by_solver
 from meshllm.scheduler.estimate import Estimate
 from meshllm.scheduler.load import sample
@@ -188,12 +189,27 @@ def _spans(assessed: Assessment) -> list[tuple[object, ...]]:
     return sorted((each.model, each.kinds, each.spans) for each in assessed.replicas)
 
 
+def _needs(workload: Workload, model: int) -> str:
+    """Say how much memory a model takes, and how much the machines have that may hold it."""
+    sizes = workload.models[model].sizes
+    layers = sum(sizes.layer_bytes) + sizes.context * sum(sizes.kv_bytes_per_token)
+    kinds = [kind for at, kind in enumerate(workload.kinds) if workload.may_hold(at, model)]
+    there = sum(kind.count * kind.memory_bytes for kind in kinds)
+    return (
+        f"it takes {format_bytes(layers + sizes.ends_bytes)} and workspace, and the machines that"
+        f" may hold it have {format_bytes(there)}"
+    )
+
+
 def _refusal(workload: Workload, options: Options) -> ModelError:
     names = workload.names
-    unplaceable = [f"`{name}`" for model, name in enumerate(names) if not options.of(model)]
+    unplaceable = [model for model in range(len(names)) if not options.of(model)]
     if unplaceable:
+        need = "; ".join(_needs(workload, model) for model in unplaceable)
+        held = ", ".join(f"`{names[model]}`" for model in unplaceable)
         return ModelError(
-            f"No set of machines holds {', '.join(unplaceable)} with its longest session"
+            f"No set of machines holds {held} with its longest session: {need}",
+            hint="add machines, quantise, or shorten its sessions",
         )
     return ModelError(
         f"The machines do not hold all {len(names)} models at once",
