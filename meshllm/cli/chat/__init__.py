@@ -1,3 +1,3 @@
 """`meshllm chat`."""
 
-__all__ = ["chat"]
+__all__ = ["chat", "prompt"]

@@ -7,10 +7,12 @@ from dataclasses import replace
 
 from meshllm.cli.shared.client import NodeClient
 from meshllm.cli.terminal import render
-from meshllm.errors import LinkLost
+from meshllm.errors import LinkLost, PeerFault, TimedOut
 from meshllm.status import PASSING_MEMORY, MeshStatus, RingStatus
 
 REFRESH_S = 1.0  # figures change without an event
+_AWAY = LinkLost, TimedOut, PeerFault
+"""Errors of a node that has ended, hangs, or was stopped."""
 DEBOUNCE_S = 0.1  # events within this time cause one refresh
 
 
@@ -21,8 +23,8 @@ async def follow(
 ) -> None:
     """Show the status at each event and every second until cancelled.
 
-    ``away`` takes a message when the connection to the node is lost; it is watched again once it
-    has returned.
+    ``away`` takes a message when the connection to the node is lost, or it does not answer; it is
+    watched again once it does.
 
     Raises:
         LinkLost: no node is running at first.
@@ -32,7 +34,7 @@ async def follow(
     while True:
         try:
             await _follow(client, show)
-        except* LinkLost as errors:
+        except* _AWAY as errors:
             lost = errors.exceptions[0]
         if task is not None and task.cancelling():
             # Until Python 3.13 a failing TaskGroup drops a cancellation that comes meanwhile.
@@ -44,7 +46,7 @@ async def follow(
 async def _until_back(client: NodeClient) -> None:
     while True:
         await asyncio.sleep(REFRESH_S)
-        with suppress(LinkLost):
+        with suppress(*_AWAY):
             await client.status()
             return
 

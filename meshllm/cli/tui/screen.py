@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import chain
+from textwrap import wrap
 from typing import TYPE_CHECKING, TypeAlias
 
 from meshllm.cli.ring.members import guests
@@ -30,14 +32,15 @@ class TuiView(IntEnum):
 
 
 KEYS = {
-    TuiView.RING: "t: time an answer",
-    TuiView.MEMBERS: "i: invite a node  c: invite a client  d: remove",
-    TuiView.MODELS: "s: serve a model  d: stop serving it",
-    TuiView.SETTINGS: "Enter: change  u: unset",
+    TuiView.RING: "t time an answer",
+    TuiView.MEMBERS: "i invite a node  c a client  d remove",
+    TuiView.MODELS: "s serve  d stop serving",
+    TuiView.SETTINGS: "Enter change  u unset",
     TuiView.LOG: "",
 }
 """The keys of each view, beside those of all."""
-ALL_KEYS = "1-5, Tab: view  ↑↓: move  q: quit"
+ALL_KEYS = "1-5 view  ↑↓ move  q quit"
+QUESTION_KEYS = "Enter: answer  Esc: cancel"
 MAX_LOG = 500  # lines
 _HEADER = 1  # lines above the rows of a table
 
@@ -125,12 +128,18 @@ class TuiScreen:
     members: "Sequence[MemberStatus]" = ()
     """Cleaned."""
     settings: Sequence[SettingRow] = ()
+    away: str = ""
+    """Why the status is an old one; empty while the node answers."""
     message: str = ""
-    """What the last action did, or why there is no status."""
+    """What the last action did."""
     question: ScreenQuestion | None = None
     log: deque[str] = field(default_factory=lambda: deque[str](maxlen=MAX_LOG))
     _places: dict[TuiView, int] = field(default_factory=dict)
     """The selected row of each view, or the first line that is shown."""
+    _tops: dict[TuiView, int] = field(default_factory=dict)
+    """The first row of each table that is shown."""
+    _chosen: dict[TuiView, str] = field(default_factory=dict)
+    """What the selected row of each table is of: rows come and go."""
 
     @property
     def models(self) -> "Sequence[ModelStatus]":
@@ -148,10 +157,9 @@ class TuiScreen:
             self._show(self.view - 1)
         elif key in {str(view + 1) for view in TuiView}:
             self._show(int(key) - 1)
-        elif key in steps:
-            self._places[self.view] = self._place() + steps[key]
-        elif key in {"home", "end"}:
-            self._places[self.view] = 0 if key == "home" else len(self._body(80))
+        elif key in steps or key in {"home", "end"}:
+            ends = {"home": 0, "end": len(self._body(80))}
+            self._choose(ends[key] if key in ends else self._row() + steps[key])
         else:
             return self._act(key)
         return None
@@ -159,7 +167,10 @@ class TuiScreen:
     def answer(self, text: str) -> Action | None:
         """Answer the question."""
         question, self.question = self.question, None
-        return question.answered(text.strip()) if question else None
+        action = question.answered(text.strip()) if question else None
+        if question and action is None:
+            self.message = "nothing was changed"
+        return action
 
     def lines(self, columns: int, rows: int) -> Iterator[tuple[str, bool]]:
         """Yield the lines of the body that fit in ``rows``, and which is selected.
@@ -171,9 +182,11 @@ class TuiScreen:
             self._places[self.view] = max(0, min(self._place(), len(body) - rows))
             yield from ((line, False) for line in body[self._place() :][:rows])
             return
-        first = max(_HEADER, at - rows + _HEADER + 1)
+        room = max(1, rows - _HEADER)
+        first = min(max(self._tops.get(self.view, _HEADER), at - room + 1), at)
+        first = self._tops[self.view] = max(_HEADER, min(first, len(body) - room))
         yield from ((line, False) for line in body[:_HEADER])
-        for number, line in [*enumerate(body)][first:][: rows - _HEADER]:
+        for number, line in [*enumerate(body)][first:][:room]:
             yield line, number == at
 
     def header(self) -> Iterator[tuple[str, bool]]:
@@ -183,28 +196,47 @@ class TuiScreen:
 
     def footer(self) -> str:
         """Return the keys of the view."""
+        if self.question:
+            return QUESTION_KEYS
         return "  ".join(filter(None, (KEYS[self.view], ALL_KEYS)))
 
     def _show(self, view: int) -> None:
         self.view, self.message = TuiView(view % len(TuiView)), ""
 
-    def _count(self) -> int | None:
-        """Return the number of rows of a table; None if the view shows a text."""
-        tables = {TuiView.MEMBERS: self.members, TuiView.MODELS: self.models}
-        found = {**tables, TuiView.SETTINGS: self.settings}.get(self.view)
-        return None if found is None else len(found)
+    def _rows(self) -> Sequence[str]:
+        """Return what each row of a table is of; nothing if the view shows a text."""
+        match self.view:
+            case TuiView.MEMBERS:
+                return [each.node for each in self.members]
+            case TuiView.MODELS:
+                return [each.name for each in self.models]
+            case TuiView.SETTINGS:
+                return [each.name for each in self.settings]
+            case _:
+                return ()
 
     def _place(self) -> int:
         return self._places.get(self.view, 0)
 
+    def _choose(self, place: int) -> None:
+        """Select a row, or scroll a text."""
+        rows = self._rows()
+        self._places[self.view] = max(0, min(place, len(rows) - 1)) if rows else place
+        if rows:
+            self._chosen[self.view] = rows[self._place()]
+
     def _row(self) -> int:
-        count = self._count() or 0
-        self._places[self.view] = max(0, min(self._place(), count - 1))
-        return self._places[self.view]
+        """Return the place of the selected row, wherever it is now, or of the first line."""
+        rows, chosen = self._rows(), self._chosen.get(self.view)
+        if chosen in rows:
+            self._places[self.view] = rows.index(chosen)
+        elif rows:
+            self._choose(self._place())
+        return self._place()
 
     def _selected(self) -> int | None:
         """Return the line of the selected row; None if nothing can be selected."""
-        return _HEADER + self._row() if self._count() else None
+        return _HEADER + self._row() if self._rows() else None
 
     def _body(self, columns: int) -> list[str]:
         match self.view:
@@ -217,7 +249,8 @@ class TuiScreen:
             case TuiView.SETTINGS:
                 text = _settings(self.settings)
             case TuiView.LOG:
-                text = "\n".join(reversed(self.log)) or "nothing has happened yet"
+                lines = (wrap(line, columns, subsequent_indent="  ") for line in reversed(self.log))
+                return [*chain.from_iterable(lines)] or ["nothing has happened yet"]
         return text.split("\n")
 
     def _act(self, key: str) -> Action | None:
@@ -240,7 +273,11 @@ class TuiScreen:
                 row = self.settings[self._row()]
                 asked = f"{row.name} ({row.meaning.rstrip('.')}): "
                 self.question = ScreenQuestion(
-                    asked, row.given, lambda text: WriteSetting(row.name, text)
+                    asked,
+                    row.given,
+                    lambda text: (
+                        WriteSetting(row.name, text) if text not in {"", row.given} else None
+                    ),
                 )
             case TuiView.SETTINGS, "u" if self.settings:
                 return WriteSetting(self.settings[self._row()].name, None)
@@ -249,11 +286,12 @@ class TuiScreen:
         return None
 
     def _ask_to_remove(self, member: "MemberStatus") -> None:
-        if member.state == "removed":
-            self.message = "it is removed already"
+        if member.state == "removed" or member.is_self:
+            why = "it is removed already", "this node leaves the mesh when it is stopped"
+            self.message = why[member.is_self]
             return
         there = [each for each in self.members if each.state != "removed"]
-        name, going = member.name or member.short, len(guests(there, member, ()))
+        name, going = f"{member.name} ({member.short})", len(guests(there, member, ()))
         also = f" and {going} that it invited" if going else ""
         self._confirm(f"Permanently remove {name}{also}", RemoveMember(member.node, name))
 

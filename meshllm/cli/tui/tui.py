@@ -1,12 +1,15 @@
 """`meshllm tui`: watch and control the mesh in a terminal."""
 
 import asyncio
+import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
+from meshllm.cli.chat.prompt import check_utf8
 from meshllm.cli.ring.status import clean, ms
 from meshllm.cli.shared.client import NodeClient, socket_path
 from meshllm.cli.shared.local import absolute_model
@@ -44,7 +47,9 @@ Examples:
   meshllm tui --state ~/second-node
 """
 
-_AROUND = 3  # lines around the body: the views, the message, the keys
+USER_FILE = "user file"
+_AROUND = 2  # lines around the body: the views and the keys; the message takes more
+_MOST = 3  # lines of a message
 _TICKET_S = 3600  # of validity: the default of `meshllm ring ticket`
 _TOKENS = 32
 _KEYS = (
@@ -70,15 +75,15 @@ def tui(**flags: Scalar) -> None:
 
 def read_settings() -> Iterator[SettingRow]:
     """Yield all settings, the ticket of `join` hidden."""
-    config = load({})
+    config, names = load({}), dict(zip(map(str, files()), (USER_FILE, "project file"), strict=True))
     chosen = config.settings
     if chosen.join is not None:
         chosen = change(chosen, {"join": "(hidden)"})
     for name, key in keys().items():
         value = current(config.settings, name)
         given = "" if value is None or name == "join" else str(render.plain(value))
-        meaning = help_of(key)
-        yield SettingRow(name, shown(chosen, name), config.origins[name], meaning, given)
+        origin = names.get(config.origins[name], config.origins[name])
+        yield SettingRow(name, shown(chosen, name), origin, help_of(key), given)
 
 
 class Tui:
@@ -91,8 +96,7 @@ class Tui:
         self.screen = TuiScreen(settings=tuple(read_settings()))
         self._client = client
         self._app = self._application(given, output)
-        self._jobs = set[asyncio.Task[None]]()
-        self._lost = ""  # what is said while the node is away
+        self._job: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         """Run until a key ends it.
@@ -107,27 +111,44 @@ class Tui:
         watching = asyncio.ensure_future(follow(self._client, self._show, self._away))
         listing = asyncio.ensure_future(self._list_members())
         try:
-            with cancelled_by_sigterm():
+            with cancelled_by_sigterm(), self._ended_by_hangup():
                 await self._app.run_async()
         finally:
-            tasks = (watching, listing, *self._jobs)
+            tasks = (watching, listing, *([self._job] if self._job else []))
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    @contextmanager
+    def _ended_by_hangup(self) -> Iterator[None]:
+        """Let SIGHUP end the program, and leave the terminal as it was."""
+        loop = asyncio.get_running_loop()
+        ended = SystemExit(128 + signal.SIGHUP)
+        loop.add_signal_handler(signal.SIGHUP, partial(self._app.exit, exception=ended))
+        try:
+            yield
+        finally:
+            loop.remove_signal_handler(signal.SIGHUP)
 
     def _show(self, status: "MeshStatus") -> None:
         from meshllm.cli.shared.events import notices
 
         before, self.screen.status = self.screen.status, clean(status)
-        if self._lost and self.screen.message == self._lost:
-            self.screen.message = self._lost = ""
-        now = time.strftime("%H:%M:%S")
-        self.screen.log += [f"{now} {each.text}" for each in notices(before, self.screen.status)]
+        if self.screen.away:
+            self._note("the node answers again")
+            self.screen.away = ""
+        for each in notices(before, self.screen.status):
+            if before or each.event != "joined":  # else it was here before
+                self._note(each.text)
         self._app.invalidate()
 
     def _away(self, message: str) -> None:
-        self.screen.message = self._lost = message
+        self.screen.away = "no answer from the node, this is old"
+        self._note(render.one_line(message))
         self._app.invalidate()
+
+    def _note(self, text: str) -> None:
+        self.screen.log.append(f"{time.strftime('%H:%M:%S')} {text}")
 
     async def _list_members(self) -> None:
         from meshllm.cli.ring.watch import REFRESH_S
@@ -145,10 +166,11 @@ class Tui:
         if isinstance(action, EndProgram):
             self._app.exit()
             return
-        self.screen.message = "working …"
-        job = asyncio.ensure_future(self._do(action))
-        self._jobs.add(job)
-        job.add_done_callback(self._jobs.discard)
+        if self._job and not self._job.done():
+            self.screen.message = "the last action is not done yet; Esc cancels it"
+            return
+        self.screen.message = "working …, Esc cancels"
+        self._job = asyncio.ensure_future(self._do(action))
 
     async def _do(self, action: Action) -> None:
         try:
@@ -156,7 +178,12 @@ class Tui:
         except MeshError as error:
             hint = f"; hint: {error.hint}" if error.hint else ""
             self.screen.message = render.one_line(f"error: {error}{hint}")
-        self._app.invalidate()
+        except asyncio.CancelledError:
+            self.screen.message = "cancelled"
+            raise
+        finally:
+            self._note(self.screen.message)
+            self._app.invalidate()
 
     async def _perform(self, action: Action) -> str:
         """Return what an action did; raise `MeshError` if it failed."""
@@ -176,7 +203,7 @@ class Tui:
                 from meshllm.node.options import ModelOptions
 
                 served = await client.serve(ModelOptions(absolute_model(model)))
-                return f"{render.one_line(served.name)} is served by a ring"
+                return f"the mesh serves {render.one_line(served.name)}: see its ring"
             case StopModel(model):
                 return f"{render.one_line(await client.stop(model))} is no longer served"
             case WriteSetting(name, value):
@@ -197,14 +224,14 @@ class Tui:
 
     async def _print_ticket(self, role: str, ticket: str) -> None:
         """Leave the screen for a moment, so that the ticket can be copied as one line."""
-        from prompt_toolkit.application import run_in_terminal
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.application import in_terminal
 
-        def show() -> None:
+        session = PromptSession[str](input=self._app.input, output=self._app.output)
+        async with in_terminal():
             render.out(f"meshllm {'node' if role == 'node' else 'chat'} --join {ticket}")
-            render.print_message("treat it like a password; Enter returns")
-            sys.stdin.readline()
-
-        await run_in_terminal(show, in_executor=True)
+            with suppress(KeyboardInterrupt, EOFError):
+                await session.prompt_async("It stays on this terminal. Enter returns. ")
 
     def _write(self, name: str, value: str | None) -> str:
         from meshllm.config_file import drop, put
@@ -214,8 +241,12 @@ class Tui:
             drop(path, name)
             done = f"removed {name} from {path}"
         else:
-            done = f"{name} = {render.plain(put(path, name, value))} in {path}"
+            written = render.plain(put(path, name, value))
+            done = f"{name} = {'(hidden)' if name == 'join' else written} in {path}"
         self.screen.settings = tuple(read_settings())
+        origins = {row.name: row.origin for row in self.screen.settings}
+        if value is not None and origins[name] != USER_FILE:
+            return f"{done}, but {origins[name]} sets it, too, and takes precedence"
         return f"{done}; nodes read it when they start"
 
     # The terminal.
@@ -236,6 +267,7 @@ class Tui:
     def _layout(self) -> "Layout":
         from prompt_toolkit.buffer import Buffer
         from prompt_toolkit.filters import Condition
+        from prompt_toolkit.history import DummyHistory
         from prompt_toolkit.layout import (
             BufferControl,
             ConditionalContainer,
@@ -251,7 +283,9 @@ class Tui:
             self._answer(buffer.text)
             return False
 
-        self._buffer = Buffer(multiline=False, accept_handler=accept)
+        self._buffer = Buffer(
+            history=DummyHistory(), multiline=False, accept_handler=accept
+        )  # no secrets
         self._is_asked = Condition(lambda: self.screen.question is not None)
         asked = BeforeInput(lambda: self.screen.question.text if self.screen.question else "")
         body = FormattedTextControl(self._body, focusable=True, show_cursor=False)
@@ -263,7 +297,7 @@ class Tui:
 
         question = ConditionalContainer(Window(self._input, height=1), self._is_asked)
         said = FormattedTextControl(lambda: self.screen.message)
-        long = Window(said, height=Dimension(min=1, max=3), wrap_lines=True)
+        long = Window(said, height=lambda: Dimension.exact(self._said()), wrap_lines=True)
         message = ConditionalContainer(long, ~self._is_asked)
         keys_of_view = line(lambda: [("class:quiet", self.screen.footer())])
         return Layout(
@@ -278,14 +312,36 @@ class Tui:
         def bind(key: str) -> None:
             @bindings.add(key, filter=~self._is_asked)
             def press(_event: KeyPressEvent) -> None:
-                rows = self._app.output.get_size().rows - _AROUND
-                self._begin(self.screen.press(key, rows))
+                self._begin(self.screen.press(key, self._room()))
                 if self.screen.question is not None:
+                    self.screen.message = ""
                     self._ask(self.screen.question.given)
 
         for key in _KEYS:
             bind(key)
+        self._bind_control(bindings)
+        return bindings
 
+    def _bind_control(self, bindings: "KeyBindings") -> None:
+        """Bind the keys that are not of a view."""
+        from prompt_toolkit.key_binding import KeyPressEvent
+        from prompt_toolkit.keys import Keys
+
+        @bindings.add("c-z")
+        def suspend(event: KeyPressEvent) -> None:
+            event.app.suspend_to_background()
+
+        @bindings.add(Keys.BracketedPaste, filter=self._is_asked)
+        def paste(event: KeyPressEvent) -> None:
+            event.current_buffer.insert_text(" ".join(event.data.split()))
+
+        @bindings.add("c-g", filter=~self._is_asked)
+        @bindings.add("escape", eager=True, filter=~self._is_asked)
+        def cancel_job(_event: KeyPressEvent) -> None:
+            if self._job:
+                self._job.cancel()
+
+        @bindings.add("<sigint>")
         @bindings.add("c-c")
         def interrupt(event: KeyPressEvent) -> None:
             event.app.exit(exception=KeyboardInterrupt)
@@ -296,24 +352,36 @@ class Tui:
             self.screen.question = None
             self._app.layout.focus(self._body_control)
 
-        return bindings
-
     def _ask(self, given: str) -> None:
         self._buffer.text, self._buffer.cursor_position = given, len(given)
         self._app.layout.focus(self._input)
 
     def _answer(self, text: str) -> None:
         self._app.layout.focus(self._body_control)
-        self._begin(self.screen.answer(text))
+        try:
+            self._begin(self.screen.answer(check_utf8(text, "The answer")))
+        except UserError as error:
+            self.screen.question, self.screen.message = None, f"error: {error}"
 
     def _header(self) -> "StyleAndTextTuples":
         status = self.screen.status
         views = [
             ("class:chosen" if is_shown else "", name) for name, is_shown in self.screen.header()
         ]
-        return [*views, ("class:quiet", f"   {summary(status)}" if status else "")]
+        what = self.screen.away or (summary(status) if status else "")
+        room = self._app.output.get_size().columns - sum(len(name) for _, name in views) - 2
+        return [*views, ("class:quiet", f"  {render.cut(what, room)}" if room > 1 else "")]
+
+    def _said(self) -> int:
+        """Return the lines that the message takes."""
+        columns = max(1, self._app.output.get_size().columns)
+        return max(1, min(-(-len(self.screen.message) // columns), _MOST))
+
+    def _room(self) -> int:
+        """Return the lines of the body."""
+        said = 1 if self.screen.question else self._said()
+        return max(1, self._app.output.get_size().rows - _AROUND - said)
 
     def _body(self) -> "StyleAndTextTuples":
-        size = self._app.output.get_size()
-        lines = self.screen.lines(size.columns, size.rows - _AROUND)
+        lines = self.screen.lines(self._app.output.get_size().columns, self._room())
         return [("class:chosen" if is_chosen else "", f"{text}\n") for text, is_chosen in lines]

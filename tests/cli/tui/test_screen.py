@@ -75,7 +75,7 @@ def test_keys_choose_the_view(screen: TuiScreen, keys: tuple[str, ...], view: Tu
     assert [name.split()[1] for name, is_shown in screen.header() if is_shown] == [
         view.name.capitalize()
     ]
-    assert screen.footer().endswith("q: quit")
+    assert screen.footer().endswith("q quit")
 
 
 @pytest.mark.parametrize("view", TuiView)
@@ -161,15 +161,16 @@ def test_some_keys_act_at_once(
 @pytest.mark.parametrize(
     ("keys", "said", "action"),
     [
-        (("2", "down", "d"), "y", RemoveMember(node_id(1), "desk")),
-        (("2", "down", "d"), " YES ", RemoveMember(node_id(1), "desk")),
+        (("2", "down", "d"), "y", RemoveMember(node_id(1), "desk (desk1bc)")),
+        (("2", "down", "d"), " YES ", RemoveMember(node_id(1), "desk (desk1bc)")),
         (("2", "down", "d"), "", None),
         (("2", "down", "d"), "no", None),
         (("3", "down", "d"), "y", StopModel("other")),
         (("3", "s"), " builtin ", ServeModel("builtin")),
         (("3", "s"), " ", None),
         (("4", "enter"), "8GiB", WriteSetting("setting0", "8GiB")),
-        (("4", "enter"), "", WriteSetting("setting0", "")),
+        (("4", "enter"), "", None),
+        (("4", "enter"), "4GiB", None),
     ],
 )
 def test_some_keys_ask_first(
@@ -196,11 +197,46 @@ def test_who_goes_with_a_member_is_said_before(screen: TuiScreen) -> None:
     screen.members = [member(0), member(1), guest, replace(member(3), state="removed")]
 
     press(screen, "2", "down", "d")
-    assert question(screen) == "Permanently remove desk and 1 that it invited? [y/N] "
+    assert question(screen) == "Permanently remove desk (desk1bc) and 1 that it invited? [y/N] "
     screen.answer("n")
     press(screen, "down", "down", "d")
     assert not question(screen)
     assert screen.message == "it is removed already"
+    press(screen, "home", "d")
+    assert not question(screen)
+    assert "this node leaves the mesh when it is stopped" in screen.message
+
+
+def test_a_row_stays_selected_when_others_come_and_go(screen: TuiScreen) -> None:
+    press(screen, "2", "down", "down")
+    (before,) = chosen(screen)
+
+    screen.members = screen.members[1:]
+    assert [" ".join(line.split()[:2]) for line in chosen(screen)] == [" ".join(before.split()[:2])]
+    screen.members = screen.members[:1]
+    assert "desk" in chosen(screen)[0]
+
+
+def test_a_table_scrolls_only_where_it_must(screen: TuiScreen) -> None:
+    press(screen, "4", "end")
+    lines = shown(screen, rows=10)
+
+    press(screen, "up", "up")
+    assert shown(screen, rows=10) == lines
+    assert chosen(screen, rows=10) == [lines[-3]]
+
+
+def test_long_events_are_wrapped() -> None:
+    screen = TuiScreen(view=TuiView.LOG)
+    screen.log.append("12:00:00 the first ring has lost a node")
+
+    assert shown(screen, columns=20) == ["12:00:00 the first", "  ring has lost a", "  node"]
+
+
+def test_the_last_line_says_how_to_answer(screen: TuiScreen) -> None:
+    press(screen, "3", "s")
+
+    assert screen.footer() == "Enter: answer  Esc: cancel"
 
 
 def test_the_latest_events_come_first_and_are_limited() -> None:

@@ -1,6 +1,8 @@
 """`meshllm tui` with the keys and the screen of a terminal, and a fake node."""
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -13,7 +15,8 @@ from prompt_toolkit.output import DummyOutput
 
 from meshllm.cli.tui.screen import TuiView
 from meshllm.cli.tui.tui import Tui, read_settings
-from meshllm.errors import LinkLost, UserError
+from meshllm.errors import LinkLost, MeshError, TimedOut, UserError
+from meshllm.request import Event, Prefilled
 from meshllm.status import RingState
 from tests.builders.fake_client import FakeClient
 from tests.builders.fake_ring import answer_of
@@ -21,7 +24,7 @@ from tests.builders.status import node_id, status_of, with_ring
 from tests.builders.waiting import until
 from tests.cli.conftest import Invoke
 
-ENTER, DOWN, CTRL_C, CTRL_G = "\r", "\x1b[B", "\x03", "\x07"
+ENTER, DOWN, UP, CTRL_C, CTRL_G = "\r", "\x1b[B", "\x1b[A", "\x03", "\x07"
 
 
 class Terminal:
@@ -67,7 +70,8 @@ async def test_the_status_and_the_members_are_shown(client: FakeClient) -> None:
         screen = terminal.tui.screen
         assert screen.status == status_of(3)
         assert [each.name for each in screen.members] == ["attic", "desk"]
-        assert any("desk joined" in line for line in screen.log)
+        assert not any("joined" in line for line in screen.log)  # all were here before
+        assert any("ring of 3 serving" in line for line in screen.log)
         text = "".join(text for _, text, *_ in terminal.tui._body())
         assert "policy  auto" in text
         terminal.type("2", DOWN)
@@ -80,7 +84,7 @@ async def test_a_member_is_removed_once_that_is_confirmed(client: FakeClient) ->
         await until(lambda: terminal.tui.screen.view is TuiView.RING)
         assert client.posted == []
         terminal.type("2", "d", "y", ENTER)
-        await until(terminal.message("desk was removed"))
+        await until(terminal.message("desk (desk1bc) was removed"))
 
     assert client.posted == [(node_id(1),)]
 
@@ -91,7 +95,7 @@ async def test_models_are_served_and_stopped(client: FakeClient) -> None:
     client.statuses = [replace(status, models=(status.model,))]
     async with opened(client) as terminal:
         terminal.type("3", "s", "o", "t", "h", "e", "r", ENTER)
-        await until(terminal.message("other is served"))
+        await until(terminal.message("the mesh serves other"))
         terminal.type("d", "y", ENTER)
         await until(terminal.message("is no longer served"))
 
@@ -106,14 +110,18 @@ async def test_an_answer_is_timed(client: FakeClient) -> None:
 
 
 async def test_a_ticket_is_printed_outside_of_the_screen(
-    client: FakeClient, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    client: FakeClient, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.stdin", type("Keyboard", (), {"readline": lambda _: "\n"})())
+    printed = ""
     async with opened(client) as terminal:
         terminal.type("2", "c")
+        while "--join" not in printed:
+            await asyncio.sleep(0)
+            printed += capsys.readouterr().out
+        terminal.type(ENTER)
         await until(terminal.message("the ticket admits one machine"))
 
-    assert "meshllm chat --join meshllm1abc\n" in capsys.readouterr().out
+    assert printed == "meshllm chat --join meshllm1abc\n"
     assert client.posted == [("client", 3600, 1)]
 
 
@@ -143,11 +151,69 @@ async def test_an_error_of_the_node_is_shown_and_its_return_noticed(client: Fake
     async with opened(client) as terminal:
         terminal.type("3", "s", "x", ENTER)
         await until(terminal.message("error: The mesh is full; hint: remove one"))
-        after = with_ring(status_of(3), state=RingState.FORMING)
-        client.statuses = [LinkLost("It is gone"), after]
-        await until(terminal.message("It is gone; waiting for the node to return"))
-        await until(lambda: terminal.tui.screen.status == after)
-        assert not terminal.tui.screen.message
+
+
+@pytest.mark.parametrize("error", [LinkLost("It is gone"), TimedOut("It hangs")], ids=repr)
+async def test_a_node_that_does_not_answer_is_watched_until_it_does(
+    client: FakeClient, error: MeshError
+) -> None:
+    async with opened(client) as terminal:
+        screen, after = terminal.tui.screen, with_ring(status_of(3), state=RingState.FORMING)
+        client.statuses = [error]
+        await until(lambda: screen.away)
+        terminal.type("2", "1")  # it is still said
+        header = "".join(text for _, text, *_ in terminal.tui._header())
+        assert "no answer from the node" in header
+        assert any(str(error) in line for line in screen.log)
+        client.statuses = [after]
+        await until(lambda: screen.status == after)
+        assert not screen.away
+
+
+async def test_one_action_runs_at_a_time_and_can_be_cancelled(client: FakeClient) -> None:
+    begun = asyncio.Event()
+
+    async def waiting(_: object) -> AsyncGenerator[Event, None]:
+        begun.set()
+        await asyncio.Event().wait()
+        yield Prefilled(1, 1)
+
+    client.generate = waiting  # type: ignore[method-assign,assignment]  # as it is called
+    async with opened(client) as terminal:
+        terminal.type("t")
+        await begun.wait()
+        terminal.type("t")
+        await until(terminal.message("the last action is not done yet"))
+        terminal.type(CTRL_G)
+        await until(terminal.message("cancelled"))
+
+
+async def test_a_pasted_answer_is_one_line(client: FakeClient) -> None:
+    async with opened(client) as terminal:
+        terminal.type("3", "s", "\x1b[200~a\nb\n\x1b[201~", ENTER)
+        await until(terminal.message("the mesh serves a b"))
+
+
+async def test_answers_are_not_remembered(client: FakeClient) -> None:
+    async with opened(client) as terminal:
+        terminal.type("3", "s", "secret", ENTER)
+        await until(terminal.message("the mesh serves secret"))
+        terminal.type("s", UP, ENTER)
+        await until(terminal.message("nothing was changed"))
+
+
+def test_the_end_of_the_terminal_ends_it(client: FakeClient) -> None:
+    async def scenario() -> None:
+        with create_pipe_input() as keyboard:
+            tui = Tui(cast("Any", client), keyboard, DummyOutput())
+            running = asyncio.ensure_future(tui.run())
+            await until(lambda: tui._app.is_running and tui.screen.members)
+            os.kill(os.getpid(), signal.SIGHUP)
+            await running
+
+    with pytest.raises(SystemExit) as raised:
+        asyncio.run(scenario())
+    assert raised.value.code == 129
 
 
 def test_ctrl_c_ends_it(client: FakeClient) -> None:
