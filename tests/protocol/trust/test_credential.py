@@ -69,6 +69,13 @@ def test_an_invited_key_is_a_member_in_its_role() -> None:
     assert check(CLIENT, D.node, MESH, NOW, {}) is CLIENT.role is Role.CLIENT
 
 
+@pytest.mark.parametrize(
+    ("credential", "holder"), [(FOUNDED, A), (OF_B, B), (OF_C, C), (CLIENT, D)]
+)
+def test_a_credential_names_its_holder(credential: Credential, holder: NodeKey) -> None:
+    assert [key for key in (A, B, C, D) if credential.is_of(key.node)] == [holder]
+
+
 def test_a_membership_ends_when_it_expires() -> None:
     check(OF_C, C.node, MESH, NOW + 59.9, {})
 
