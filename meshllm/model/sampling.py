@@ -101,7 +101,7 @@ def noise_of(seed: int, position: int, tokens: NDArray[np.int64]) -> NDArray[np.
             generator.advance(block - after)
             four, after = generator.random_raw(4), block + 1
         bits.append(four[token % 4])
-    return _noise(np.array(bits))
+    return _noise(np.array(bits, np.uint64))
 
 
 def _race_of_all(scores: Scores, seed: int, position: int) -> int:

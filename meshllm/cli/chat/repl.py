@@ -24,7 +24,7 @@ from meshllm.cli.chat.outlined import outlined
 from meshllm.cli.chat.prompt import check_utf8
 from meshllm.cli.shared.answer import stream
 from meshllm.cli.shared.local import Opener
-from meshllm.cli.shared.signals import cancelled_by_sigterm
+from meshllm.cli.shared.signals import cancelled_by_signals
 from meshllm.cli.terminal import render
 from meshllm.config import Settings
 from meshllm.errors import MeshError
@@ -75,7 +75,7 @@ class _Repl:
         if not self.quiet:
             about = f"{chat.settings.model}{who}; /help lists commands, Ctrl-D exits"
             _note(render.wrapped(about))
-        with cancelled_by_sigterm():
+        with cancelled_by_signals():
             await self._converse()
 
     async def _converse(self) -> None:

@@ -101,33 +101,39 @@ def _exit(code: int) -> None:
 
 
 @contextmanager
-def cancelled_by_sigterm() -> Iterator[None]:
-    """Let the first SIGTERM cancel the task that is inside; the second ends the process at once.
+def cancelled_by_signals() -> Iterator[None]:
+    """Let SIGTERM or SIGHUP cancel the task that is inside; a SIGTERM after it ends at once.
 
-    For a loop in which something else handles SIGINT, such as prompt_toolkit.
+    For a loop in which something else handles SIGINT, such as prompt_toolkit. A process that
+    ignores SIGHUP goes on to ignore it.
 
     Raises:
         SystemExit: a signal arrived.
     """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    is_asked = False
+    code: int | None = None
+    handled = [signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        handled.append(signal.SIGHUP)
 
-    def end() -> None:
-        nonlocal is_asked
-        is_asked = True
-        loop.remove_signal_handler(signal.SIGTERM)
-        if task is not None:
+    def end(number: int) -> None:
+        nonlocal code
+        if code is None and task is not None:
             task.cancel()
+        code = code or 128 + number  # a closed terminal may send several
+        loop.remove_signal_handler(signal.SIGTERM)
 
-    loop.add_signal_handler(signal.SIGTERM, end)
+    for each in handled:
+        loop.add_signal_handler(each, end, each)
     try:
         yield
     except BaseException as error:  # what is closed on the way out may fail, too
-        if is_asked:
-            raise SystemExit(TERMINATED) from error
+        if code is not None:
+            raise SystemExit(code) from error
         raise
     finally:
-        loop.remove_signal_handler(signal.SIGTERM)
+        for each in handled:
+            loop.remove_signal_handler(each)
 
 
 @contextmanager

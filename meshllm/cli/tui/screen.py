@@ -92,9 +92,8 @@ class EndProgram:
     """End the program; the node goes on."""
 
 
-Action: TypeAlias = (
-    TimeAnswer | InviteMember | RemoveMember | ServeModel | StopModel | WriteSetting | EndProgram
-)
+Action: TypeAlias = TimeAnswer | InviteMember | RemoveMember | ServeModel | StopModel | WriteSetting
+"""What takes time, and says what it did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +145,7 @@ class TuiScreen:
         """The models of the mesh."""
         return self.status.models if self.status else ()
 
-    def press(self, key: str, lines: int) -> Action | None:
+    def press(self, key: str, lines: int) -> Action | EndProgram | None:
         """Handle a key; ``lines`` are those of the body, for pages."""
         steps = {"up": -1, "k": -1, "down": 1, "j": 1, "pageup": -lines, "pagedown": lines}
         if key == "q":
@@ -291,7 +290,7 @@ class TuiScreen:
             self.message = why[member.is_self]
             return
         there = [each for each in self.members if each.state != "removed"]
-        name, going = f"{member.name} ({member.short})", len(guests(there, member, ()))
+        name, going = f"{member.name} ({member.short})".lstrip(), len(guests(there, member, ()))
         also = f" and {going} that it invited" if going else ""
         self._confirm(f"Permanently remove {name}{also}", RemoveMember(member.node, name))
 

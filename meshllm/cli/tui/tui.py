@@ -1,12 +1,10 @@
 """`meshllm tui`: watch and control the mesh in a terminal."""
 
 import asyncio
-import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from meshllm.cli.chat.prompt import check_utf8
@@ -15,6 +13,7 @@ from meshllm.cli.shared.client import NodeClient, socket_path
 from meshllm.cli.shared.local import absolute_model
 from meshllm.cli.shared.options import help_of, settings, shown, takes
 from meshllm.cli.terminal import render
+from meshllm.cli.terminal.wrap import width_of
 from meshllm.cli.tui.screen import (
     Action,
     EndProgram,
@@ -96,39 +95,34 @@ class Tui:
         self.screen = TuiScreen(settings=tuple(read_settings()))
         self._client = client
         self._app = self._application(given, output)
+        self._tasks: asyncio.TaskGroup | None = None
         self._job: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         """Run until a key ends it.
 
         Raises:
+            KeyboardInterrupt: it was Ctrl-C.
             LinkLost: no node is running at first.
         """
         from meshllm.cli.ring.watch import follow
-        from meshllm.cli.shared.signals import cancelled_by_sigterm
+        from meshllm.cli.shared.signals import cancelled_by_signals
 
         self._show(await self._client.status())
-        watching = asyncio.ensure_future(follow(self._client, self._show, self._away))
-        listing = asyncio.ensure_future(self._list_members())
-        try:
-            with cancelled_by_sigterm(), self._ended_by_hangup():
-                await self._app.run_async()
-        finally:
-            tasks = (watching, listing, *([self._job] if self._job else []))
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    @contextmanager
-    def _ended_by_hangup(self) -> Iterator[None]:
-        """Let SIGHUP end the program, and leave the terminal as it was."""
-        loop = asyncio.get_running_loop()
-        ended = SystemExit(128 + signal.SIGHUP)
-        loop.add_signal_handler(signal.SIGHUP, partial(self._app.exit, exception=ended))
-        try:
-            yield
-        finally:
-            loop.remove_signal_handler(signal.SIGHUP)
+        with cancelled_by_signals():
+            async with asyncio.TaskGroup() as group:  # a bug in a task ends the program
+                self._tasks = group
+                tasks = [
+                    group.create_task(follow(self._client, self._show, self._away)),
+                    group.create_task(self._list_members()),
+                ]
+                screen = group.create_task(self._app.run_async())
+                # Not cancelled itself: the screen waits for a ticket, and that for its own end.
+                await asyncio.wait({screen})
+                for task in (*tasks, *([self._job] if self._job else [])):
+                    task.cancel()
+        if screen.result():
+            raise KeyboardInterrupt
 
     def _show(self, status: "MeshStatus") -> None:
         from meshllm.cli.shared.events import notices
@@ -159,18 +153,18 @@ class Tui:
                 self._app.invalidate()
             await asyncio.sleep(REFRESH_S)
 
-    def _begin(self, action: Action | None) -> None:
+    def _begin(self, action: Action | EndProgram | None) -> None:
         """Do what a key asked for, while others are handled."""
-        if action is None:
+        if action is None or self._tasks is None:
             return
         if isinstance(action, EndProgram):
-            self._app.exit()
+            self._app.exit(result=False)
             return
         if self._job and not self._job.done():
             self.screen.message = "the last action is not done yet; Esc cancels it"
             return
         self.screen.message = "working …, Esc cancels"
-        self._job = asyncio.ensure_future(self._do(action))
+        self._job = self._tasks.create_task(self._do(action))
 
     async def _do(self, action: Action) -> None:
         try:
@@ -208,8 +202,6 @@ class Tui:
                 return f"{render.one_line(await client.stop(model))} is no longer served"
             case WriteSetting(name, value):
                 return self._write(name, value)
-            case EndProgram():
-                return ""
 
     async def _trace(self) -> str:
         from meshllm.cli.ring.trace import PROMPT
@@ -251,7 +243,8 @@ class Tui:
 
     # The terminal.
 
-    def _application(self, given: "Input | None", output: "Output | None") -> "Application[None]":
+    def _application(self, given: "Input | None", output: "Output | None") -> "Application[bool]":
+        """Return the program; its result is whether it was interrupted."""
         from prompt_toolkit import Application
         from prompt_toolkit.styles import Style
 
@@ -283,9 +276,8 @@ class Tui:
             self._answer(buffer.text)
             return False
 
-        self._buffer = Buffer(
-            history=DummyHistory(), multiline=False, accept_handler=accept
-        )  # no secrets
+        no_secrets = DummyHistory()
+        self._buffer = Buffer(history=no_secrets, multiline=False, accept_handler=accept)
         self._is_asked = Condition(lambda: self.screen.question is not None)
         asked = BeforeInput(lambda: self.screen.question.text if self.screen.question else "")
         body = FormattedTextControl(self._body, focusable=True, show_cursor=False)
@@ -344,7 +336,7 @@ class Tui:
         @bindings.add("<sigint>")
         @bindings.add("c-c")
         def interrupt(event: KeyPressEvent) -> None:
-            event.app.exit(exception=KeyboardInterrupt)
+            event.app.exit(result=True)
 
         @bindings.add("c-g", filter=self._is_asked)
         @bindings.add("escape", eager=True, filter=self._is_asked)
@@ -375,7 +367,7 @@ class Tui:
     def _said(self) -> int:
         """Return the lines that the message takes."""
         columns = max(1, self._app.output.get_size().columns)
-        return max(1, min(-(-len(self.screen.message) // columns), _MOST))
+        return max(1, min(-(-width_of(self.screen.message) // columns), _MOST))
 
     def _room(self) -> int:
         """Return the lines of the body."""

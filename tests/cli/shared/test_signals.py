@@ -8,9 +8,8 @@ import pytest
 import typer
 
 from meshllm.cli.shared.signals import (
-    TERMINATED,
     Drain,
-    cancelled_by_sigterm,
+    cancelled_by_signals,
     draining,
     unwinding_on_signals,
 )
@@ -93,7 +92,7 @@ async def test_a_signal_before_leave_is_set_ends_the_command() -> None:
     assert left.value.exit_code == 130
 
 
-@pytest.mark.parametrize("handling", [draining, cancelled_by_sigterm])
+@pytest.mark.parametrize("handling", [draining, cancelled_by_signals])
 async def test_another_cancellation_is_passed_on(
     handling: Callable[[], AbstractContextManager[object]],
 ) -> None:
@@ -121,22 +120,40 @@ async def test_signal_handlers_are_restored() -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-async def test_sigterm_cancels_a_task_and_raises_in_no_callback() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+async def test_a_signal_cancels_a_task_and_raises_in_no_callback(number: signal.Signals) -> None:
     loop = asyncio.get_running_loop()
     taken: list[object] = []
     loop.set_exception_handler(lambda _, context: taken.append(context))
 
     async def command() -> object:
         try:
-            with cancelled_by_sigterm():
-                loop.call_soon(os.kill, os.getpid(), signal.SIGTERM)
-                await asyncio.Event().wait()
+            with cancelled_by_signals():
+                loop.call_soon(os.kill, os.getpid(), number)
+                try:
+                    await asyncio.Event().wait()
+                finally:  # a closed terminal may send several
+                    os.kill(os.getpid(), signal.SIGHUP)
+                    await asyncio.sleep(0)
         except SystemExit as left:
             return left.code
         return None
 
-    assert await asyncio.create_task(command()) == TERMINATED
+    before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)]
+    assert await asyncio.create_task(command()) == 128 + number
     assert not taken
+    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)] == before
+
+
+async def test_a_signal_that_is_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with cancelled_by_signals():
+            os.kill(os.getpid(), signal.SIGHUP)
+            await asyncio.sleep(0)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_closed_terminal_unwinds_once() -> None:

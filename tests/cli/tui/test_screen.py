@@ -43,9 +43,9 @@ def chosen(screen: TuiScreen, rows: int = 20) -> list[str]:
     return [line for line, is_chosen in screen.lines(100, rows) if is_chosen]
 
 
-def press(screen: TuiScreen, *keys: str) -> Action | None:
+def press(screen: TuiScreen, *keys: str) -> Action | EndProgram | None:
     """Press keys; return what the last one asks for."""
-    asked = None
+    asked: Action | EndProgram | None = None
     for key in keys:
         asked = screen.press(key, 10)
     return asked
@@ -152,7 +152,7 @@ def test_each_view_keeps_its_place(screen: TuiScreen) -> None:
     ],
 )
 def test_some_keys_act_at_once(
-    screen: TuiScreen, keys: tuple[str, ...], action: Action | None
+    screen: TuiScreen, keys: tuple[str, ...], action: Action | EndProgram | None
 ) -> None:
     assert press(screen, *keys) == action
     assert screen.question is None

@@ -202,18 +202,32 @@ async def test_answers_are_not_remembered(client: FakeClient) -> None:
         await until(terminal.message("nothing was changed"))
 
 
-def test_the_end_of_the_terminal_ends_it(client: FakeClient) -> None:
+async def test_a_bug_in_what_watches_the_node_ends_it(client: FakeClient) -> None:
+    client.members = None  # type: ignore[method-assign,assignment]  # cannot be called
+    with create_pipe_input() as keyboard:
+        tui = Tui(cast("Any", client), keyboard, DummyOutput())
+        with pytest.raises(ExceptionGroup) as raised:
+            await tui.run()
+
+    assert raised.group_contains(TypeError)
+
+
+@pytest.mark.parametrize("keys", ["", "2i"], ids=["a view", "a ticket"])
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_a_signal_ends_it(client: FakeClient, keys: str, number: signal.Signals) -> None:
     async def scenario() -> None:
         with create_pipe_input() as keyboard:
             tui = Tui(cast("Any", client), keyboard, DummyOutput())
             running = asyncio.ensure_future(tui.run())
             await until(lambda: tui._app.is_running and tui.screen.members)
-            os.kill(os.getpid(), signal.SIGHUP)
+            keyboard.send_text(keys)
+            await until(lambda: not keys or tui._app._running_in_terminal)
+            os.kill(os.getpid(), number)
             await running
 
     with pytest.raises(SystemExit) as raised:
         asyncio.run(scenario())
-    assert raised.value.code == 129
+    assert raised.value.code == 128 + number
 
 
 def test_ctrl_c_ends_it(client: FakeClient) -> None:
