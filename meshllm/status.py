@@ -536,6 +536,14 @@ class Stopped:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerSpans:
+    """How the layers of a model are split now, for training: `/mesh/layers`."""
+
+    spans: tuple[str, ...]
+    """In order, such as `0:14`."""
+
+
+@dataclass(frozen=True, slots=True)
 class RevokedKeys:
     """The tags of all API keys that the owner revoked, in hexadecimal: `/mesh/revoked`."""
 

@@ -392,6 +392,7 @@ def test_a_module_without_a_test_file_is_found(tmp_path: Path) -> None:
 
 SLEEPS = {
     "builders/fake_ring.py": "paces an answer without end, until it is cancelled",
+    "builders/training.py": "in virtual time: `node/training/conftest.py` runs its nodes",
     "builders/waiting.py": "polls what has no event, without a bound",
     "builders/weight_nodes.py": "in virtual time: `node/weights/conftest.py` runs its nodes",
     "node/requests/test_peer_requests.py": "in virtual time: `World.run` runs its helper",

@@ -1,6 +1,7 @@
 """`/mesh/*` and `/metrics`: the owner's API of a node."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,13 +13,26 @@ from meshllm.api.metrics import METRICS, exposition
 from meshllm.api.port import NodePort
 from meshllm.api.respond import Stream, read, read_body
 from meshllm.errors import MeshError, UserError
+from meshllm.names import DIGEST_BYTES, Digest, Span
 from meshllm.node.options import ModelOptions
 from meshllm.node.requests.request_json import error_to_json, event_to_json, request_from_json
+from meshllm.node.training import LayerPass
 from meshllm.protocol.membership.records import KEY_TAG_BYTES
+from meshllm.protocol.training.codec import MAX_BATCH_BYTES, Direction
 from meshllm.protocol.trust.credential import ClientLimits
-from meshllm.status import SCHEMA, Models, NewTicket, PlanTerms, RevokedKeys, Stopped, to_json
+from meshllm.status import (
+    SCHEMA,
+    LayerSpans,
+    Models,
+    NewTicket,
+    PlanTerms,
+    RevokedKeys,
+    Stopped,
+    to_json,
+)
 
 NDJSON = "application/x-ndjson"
+TENSORS = "application/octet-stream"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +65,8 @@ def routes(node: NodePort) -> list[Route]:
         Route("/mesh/remove", mesh.remove, methods=["POST"]),
         Route("/mesh/revoked", mesh.revoked, methods=["POST"]),
         Route("/mesh/ask", mesh.ask, methods=["POST"]),
+        Route("/mesh/layers", mesh.layer_spans),
+        Route("/mesh/layers", mesh.layers, methods=["POST"]),
         Route("/metrics", mesh.metrics),
     ]
 
@@ -104,10 +120,35 @@ class _Mesh:
     async def events(self, _: Request) -> Response:
         return Stream(self.node.events(), NDJSON, _line, _failure)
 
+    async def layers(self, request: Request) -> Response:
+        """Send a batch through layers: the query says which, the body has its tensors."""
+        query = request.query_params
+        direction = query.get("direction", "").upper()
+        if direction not in Direction.__members__:
+            raise UserError(f"`direction` is none of {', '.join(Direction.__members__).lower()}")
+        span = Span.parse(query.get("span", ""))
+        asked = LayerPass(_digest(query), span, Direction[direction])
+        data = await self.node.compute_layers(asked, await read_body(request, MAX_BATCH_BYTES))
+        return Response(data, media_type=TENSORS)
+
+    async def layer_spans(self, request: Request) -> Response:
+        spans = await self.node.layer_spans(_digest(request.query_params))
+        return _object(LayerSpans(tuple(map(str, spans))))
+
     async def ask(self, request: Request) -> Response:
         asked = request_from_json(await read_body(request))
         events = self.node.generate(asked)
         return Stream(events, NDJSON, lambda event: event_to_json(event) + b"\n", _failure)
+
+
+def _digest(query: Mapping[str, str]) -> Digest:
+    try:
+        model = bytes.fromhex(query.get("model", ""))
+    except ValueError:
+        model = b""
+    if len(model) != DIGEST_BYTES:
+        raise UserError("`model` is not the digest of a configuration in hexadecimal")
+    return Digest(model)
 
 
 def _object(value: object) -> Response:

@@ -3,7 +3,9 @@
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Protocol
 
+from meshllm.names import Digest, Span
 from meshllm.node.options import ModelOptions
+from meshllm.node.training import LayerPass
 from meshllm.protocol.trust.credential import NO_LIMITS, ClientLimits
 from meshllm.request import Backend
 from meshllm.status import (
@@ -79,6 +81,12 @@ class NodePort(ApiServerPort, Protocol):
 
     def stop(self, model: str) -> Stopped:
         """Let the mesh no longer serve a model; raise `MeshError` if it does not, or cannot."""
+
+    async def layer_spans(self, model: Digest) -> Sequence[Span]:
+        """Return the spans of a ring with a model, see `TrainingRelay.spans`."""
+
+    async def compute_layers(self, asked: LayerPass, data: bytes) -> bytes:
+        """Send a batch through layers of one node, see `TrainingRelay.compute`."""
 
     def revocations(self) -> Mapping[str, tuple[bytes, ...]]:
         """Return the API keys that other members revoked, by the id of the member."""

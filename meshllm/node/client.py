@@ -396,6 +396,10 @@ class MeshClient:
         """Close a link for weights: a client has none."""
         await link.close()
 
+    async def training(self, link: SecureLink) -> None:
+        """Close a link for training: a client has no layers."""
+        await link.close()
+
     def deliver_request(self, peer: NodeId, message: RequestMessage, *, is_client: bool) -> None:
         """Handle a message of a node about a request."""
         _ = is_client

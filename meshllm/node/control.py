@@ -9,7 +9,7 @@ from functools import partial
 
 from meshllm.errors import Busy, Leaving, MeshError, UserError
 from meshllm.model.shape import absent_bytes
-from meshllm.names import NodeId, show
+from meshllm.names import Digest, NodeId, Span, show
 from meshllm.node.node import MeshNode
 from meshllm.node.node_names import find_node
 from meshllm.node.options import ModelOptions
@@ -25,6 +25,7 @@ from meshllm.node.report import (
 from meshllm.node.requests.model_list import models_to_json
 from meshllm.node.requests.peer_requests import MAX_PER_CLIENT
 from meshllm.node.ring.memory import addresses, measure
+from meshllm.node.training import LayerPass, TrainingRelay
 from meshllm.node.view import NodeView
 from meshllm.protocol.agreement.trial import TrialTerms, try_out
 from meshllm.protocol.membership.charter import Charter
@@ -66,6 +67,7 @@ class NodeControl:
     """Measures the memory of the process."""
     add_model: Callable[[ModelOptions], Awaitable[Charter]]
     stop_model: Callable[[str], str]
+    relay: TrainingRelay
     _trial: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def status(self) -> MeshStatus:
@@ -157,6 +159,14 @@ class NodeControl:
         )
         return Removed(*named(view, gone), stay, go)
 
+    async def layer_spans(self, model: Digest) -> Sequence[Span]:
+        """Return the spans of a ring with a model, see `TrainingRelay.spans`."""
+        return await self.relay.spans(model)
+
+    async def compute_layers(self, asked: LayerPass, data: bytes) -> bytes:
+        """Send a batch through layers of one node, see `TrainingRelay.compute`."""
+        return await self.relay.compute(asked, data)
+
     async def revoke(self, tags: Sequence[bytes]) -> None:
         """Publish the newest of the API keys that the owner of this node revoked."""
         self.publish_revoked(tuple(tags[-MAX_REVOKED:]))
@@ -193,6 +203,7 @@ def control_of(node: MeshNode) -> NodeControl:
         partial(_measured, node),
         node.serve_model,
         node.charter_editor.stop_model,
+        node.relay,
     )
     node.router.peers.list_models = lambda: models_to_json(models(node.view()))
     return control

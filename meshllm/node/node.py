@@ -62,6 +62,7 @@ from meshllm.node.requests.request_json import REQUEST_BYTES
 from meshllm.node.requests.router import RequestRouter
 from meshllm.node.supervisor import Supervisor
 from meshllm.node.timer import loop_time
+from meshllm.node.training import TrainingRelay, TrainingServer
 from meshllm.node.view import LinkView, NodeView
 from meshllm.node.weights import WeightServer
 from meshllm.protocol.agreement.agreement import Agreement
@@ -156,6 +157,11 @@ class MeshNode:
         self._offer = NodeOffer(profile, self._send, self.ring_member, self.life.call_later)
         self.charter_editor = CharterEditor(options, self.machine, self.links, preparation)
         self._weights = WeightServer(off_loop)
+        self._training = TrainingServer(self.life.call_later)
+        self.relay = TrainingRelay(
+            self.me, self.rings.plan_with, self.links.dial_training, self._training
+        )
+        """Sends batches for training to the nodes with the layers."""
         self.service = RingService(
             NodeParts(
                 self.machine,
@@ -165,6 +171,7 @@ class MeshNode:
                 self.charter_editor,
                 preparation,
                 self._weights,
+                self._training,
                 off_loop,
                 self.life.call_later,
                 self.changed,
@@ -362,6 +369,7 @@ class MeshNode:
                 self.router.run,
                 self.service.first.planner.run,
                 self.rings.watch_loads,
+                self.relay.run,
                 self._redial,
                 *parts,
                 self.records.run,
@@ -405,6 +413,10 @@ class MeshNode:
     async def weights(self, link: SecureLink) -> None:
         """Send weights to another node."""
         await self._weights.serve(link)
+
+    async def training(self, link: SecureLink) -> None:
+        """Compute batches of another node."""
+        await self._training.serve(link)
 
     def deliver_request(self, peer: NodeId, message: RequestMessage, *, is_client: bool) -> None:
         """Handle a message about a request."""

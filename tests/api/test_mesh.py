@@ -18,8 +18,11 @@ from meshllm.errors import (
     TimedOut,
     UserError,
 )
+from meshllm.names import Digest, Span
 from meshllm.node.options import ModelOptions
 from meshllm.node.requests.request_json import REQUEST_BYTES, event_from_json, request_to_json
+from meshllm.node.training import LayerPass
+from meshllm.protocol.training.codec import Direction
 from meshllm.protocol.trust.credential import ClientLimits
 from meshllm.request import Event, Piece, Prefilled, Request, Sampling
 from meshllm.status import (
@@ -250,3 +253,43 @@ async def test_an_invalid_tag_is_refused(
 
     assert (said.status_code, api_server.calls) == (400, [])
     assert said.json()["error"]["message"] == "A tag is not 16 bytes in hexadecimal"
+
+
+MODEL = Digest(bytes(range(32)))
+PASS = {"model": MODEL.hex(), "span": "0:4", "direction": "backward"}
+
+
+async def test_layers_say_how_they_are_split(
+    client: httpx2.AsyncClient, api_server: FakeNode
+) -> None:
+    said = await client.get("/mesh/layers", params={"model": MODEL.hex()})
+
+    assert said.json() == {"schema": 1, "spans": ["0:4", "4:8"]}
+    assert api_server.calls == [("layer_spans", MODEL)]
+
+
+async def test_a_batch_goes_through_layers(
+    client: httpx2.AsyncClient, api_server: FakeNode
+) -> None:
+    said = await client.post("/mesh/layers", params=PASS, content=b"abc")
+
+    assert (said.status_code, said.content) == (200, b"cba")
+    assert api_server.calls == [(LayerPass(MODEL, Span(0, 4), Direction.BACKWARD), 3)]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"model": "zz"}, "is not the digest"),
+        ({"model": "00" * 31}, "is not the digest"),
+        ({"direction": "sideways"}, "none of forward, backward, forward_keeping"),
+        ({"span": "4"}, "Invalid layer span"),
+    ],
+)
+async def test_an_invalid_pass_is_refused(
+    client: httpx2.AsyncClient, api_server: FakeNode, wrong: dict[str, str], message: str
+) -> None:
+    said = await client.post("/mesh/layers", params=PASS | wrong, content=b"abc")
+
+    assert (said.status_code, api_server.calls) == (400, [])
+    assert message in said.json()["error"]["message"]

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshllm.errors import LinkLost, MeshError, UserError
-from meshllm.names import LossCause
+from meshllm.names import Digest, LossCause, Span
 from meshllm.node.options import ModelOptions
+from meshllm.node.training import LayerPass
 from meshllm.protocol.trust.credential import NO_LIMITS, ClientLimits
 from meshllm.request import Backend, Event, Piece, Prefilled, Request
 from meshllm.status import (
@@ -84,6 +85,8 @@ class FakeNode:
     beside: tuple[ProviderOffer, ...] = ()
     """Of providers of the model of the ring."""
     revoked: dict[str, tuple[bytes, ...]] = field(default_factory=dict)
+    cuts: tuple[Span, ...] = (Span(0, 4), Span(4, 8))
+    """The spans of its ring."""
     is_away: bool = False
     """It cannot be told which keys are revoked."""
     """By other members."""
@@ -137,6 +140,16 @@ class FakeNode:
         if self.is_away:
             raise LinkLost("No node is running")
         self.calls.append(tuple(tags))
+
+    async def layer_spans(self, model: Digest) -> Sequence[Span]:
+        self.calls.append(("layer_spans", model))
+        return self.cuts
+
+    async def compute_layers(self, asked: LayerPass, data: bytes) -> bytes:
+        self.calls.append((asked, len(data)))
+        if self.fails_at == 0:
+            raise self.error
+        return data[::-1]
 
     def revocations(self) -> dict[str, tuple[bytes, ...]]:
         return self.revoked

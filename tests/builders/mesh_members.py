@@ -38,6 +38,7 @@ class MeshMember:
         self.talked: list[tuple[NodeId, RequestMessage, bool]] = []
         self.rings: list[SecureLink] = []
         self.send_weights: Callable[[SecureLink], Awaitable[None]] = lambda link: link.close()
+        self.train: Callable[[SecureLink], Awaitable[None]] = lambda link: link.close()
         self.lost_ones: list[NodeId] = []
         self.byes: list[tuple[NodeId, CloseReason]] = []
         self.stack = AsyncExitStack()
@@ -58,6 +59,9 @@ class MeshMember:
 
     async def weights(self, link: SecureLink) -> None:
         await self.send_weights(link)
+
+    async def training(self, link: SecureLink) -> None:
+        await self.train(link)
 
     def deliver_request(self, peer: NodeId, message: RequestMessage, *, is_client: bool) -> None:
         self.talked.append((peer, message, is_client))

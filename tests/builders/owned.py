@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncGenerator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from meshllm.names import NodeId, show
 from meshllm.node.control import NodeControl
@@ -29,9 +29,10 @@ class Owned:
         self.asked: list[ModelOptions] = []
         self.stopped: list[str] = []
         self.revoked: tuple[bytes, ...] = ()
+        self.relay = cast("Any", None)
         self.control = NodeControl(
             lambda: self.view, KEYS[0], self.invite, self.publish_removal, self.revoke,
-            self.changes, self.answer, self.measure, self.add_model, self.stop_model,
+            self.changes, self.answer, self.measure, self.add_model, self.stop_model, self.relay,
         )  # fmt: skip
 
     async def invite(

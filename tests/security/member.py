@@ -42,6 +42,10 @@ class _Host:
         """Send no weights."""
         await link.close()
 
+    async def training(self, link: SecureLink) -> None:
+        """Compute no batches."""
+        await link.close()
+
     def deliver_request(self, peer: NodeId, message: RequestMessage, *, is_client: bool) -> None:
         """Answer no request."""
 

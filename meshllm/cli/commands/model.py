@@ -1,4 +1,4 @@
-"""`meshllm model`: list, inspect, verify, download and serve models."""
+"""`meshllm model`: list, inspect, verify, download, merge and serve models."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshllm.cli.commands import serving
+from meshllm.cli.commands import merging, serving
 from meshllm.cli.commands.serving import Model
 from meshllm.cli.shared.local import import_heavy
 from meshllm.cli.shared.options import Json, settings, takes
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 CONTEXT = 4096  # tokens of KV cache assumed for one session
 
 app = typer.Typer(
-    help="List, inspect, verify, download and serve models.",
+    help="List, inspect, verify, download, merge and serve models.",
     rich_markup_mode=None,
     epilog="""\b
 Examples:
@@ -41,10 +41,12 @@ Examples:
   meshllm model verify builtin
   meshllm model pull Qwen/Qwen3-0.6B --layers 0:14
   meshllm model serve Qwen/Qwen3-0.6B --replicas 2
+  meshllm model merge Qwen/Qwen3-0.6B adapter merged
 """,
 )
 app.command("serve", epilog=serving.EXAMPLES)(serving.serve)
 app.command("stop")(serving.stop)
+app.command("merge", epilog=merging.EXAMPLES)(merging.merge)
 
 
 @dataclass(frozen=True, slots=True)

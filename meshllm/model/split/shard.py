@@ -101,6 +101,15 @@ class Shard:
             cache.length += x.shape[1]
         return hidden if rows is None or not self.head else hidden[:, -rows:]
 
+    def run_sequences(
+        self, x: Tensor, position_ids: Tensor | None = None, attention_mask: Tensor | None = None
+    ) -> Tensor:
+        """Run ``x`` as whole sequences without a cache, in the caller's grad mode.
+
+        Else as `forward`.
+        """
+        return self._run(x, self._options(x, None, position_ids, attention_mask))
+
     @contextmanager
     def without_head(self) -> Iterator[None]:
         """Make `forward` return the last hidden state ``[B, T, D]`` instead of logits.

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, aclosing, asynccontextmanager
 from functools import partial
 
 from meshllm.errors import LinkLost, ModelMissing
-from meshllm.names import GroupId, LossCause, ModelKey, NodeId, RingEntry, short, show
+from meshllm.names import Digest, GroupId, LossCause, ModelKey, NodeId, RingEntry, short, show
 from meshllm.node.agreement.explanation import explain_loss
 from meshllm.node.agreement.load_times import ModelLoadTimes
 from meshllm.node.agreement.load_watch import has_loaded, is_formed
@@ -123,6 +123,24 @@ class RingDirectory:
                 if wanted := self._wanted(model):
                     self._loads.ask(wanted.key, has_plan=self._followed(wanted) is not None)
                 await news.wait()
+
+    async def plan_with(self, config: Digest) -> Plan:
+        """Wait until a ring serves a model with this configuration; return its plan.
+
+        Raises:
+            ModelMissing: the mesh does not serve it.
+        """
+        while True:
+            news, charter = self._own.news, self._machine.charter
+            served = charter.served if charter else ()
+            models = [each.key.hex() for each in served if each.config_digest == config]
+            if charter is not None and not models:
+                raise ModelMissing("The mesh does not serve this model")
+            entries = [(each, entry) for each in models for entry in self.serving_entries(each)]
+            for model, entry in entries:
+                if ring := self.ring_at(entry, model):
+                    return ring[1]
+            await (self.entries(models[0]) if models and not entries else news.wait())
 
     async def watch_loads(self) -> None:
         """Measure how long models take to load that are asked for here, until cancelled."""

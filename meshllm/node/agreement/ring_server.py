@@ -28,6 +28,7 @@ from meshllm.node.event_loop import OffLoop
 from meshllm.node.net.mesh_link import MeshLinks
 from meshllm.node.ring.shape import reserved_bytes
 from meshllm.node.timer import CallLater
+from meshllm.node.training import FrozenModel, TrainingServer
 from meshllm.node.view import OwnRing
 from meshllm.node.weights import WeightFetcher, WeightServer, WeightSupply
 from meshllm.protocol.agreement.agreement import Agreement
@@ -60,6 +61,7 @@ class NodeParts:
     preparation: "Preparation | None"
     """None on a provider, which runs nothing that loads a model."""
     weights: WeightServer
+    training: TrainingServer
     off_loop: OffLoop
     call_later: CallLater
     changed: Callable[[], None]
@@ -223,6 +225,7 @@ class RingServer:
         self.offer.begin(offered, reserved_bytes(model.shape))
         runtime = self.member.begin(model)
         self._parts.weights.offer(ring.config_digest, lambda: preparation.parts(model))
+        self._parts.training.offer(ring.config_digest, FrozenModel(model.worker, model.load_frozen))
         model.obtain = self.supply.obtain
         self.follower.reset()  # follow the plan that was agreed on before
         self._parts.changed()
@@ -237,7 +240,9 @@ class RingServer:
         self.supply.end()
         self.follower.reset()
         self.offer.end()
-        model = self.member.model
+        model, ring = self.member.model, self.member.charter
+        if ring is not None:
+            self._parts.training.withdraw(ring.config_digest)
         self.member.end(group)
         if model is not None:
             self._parts.spawn(model.tidy)  # frees its memory

@@ -66,6 +66,9 @@ class LinkHost(Protocol):
     async def weights(self, link: SecureLink) -> None:
         """Handle an accepted link for weights."""
 
+    async def training(self, link: SecureLink) -> None:
+        """Handle an accepted link for training."""
+
     def deliver_request(self, peer: NodeId, message: RequestMessage, *, is_client: bool) -> None:
         """Handle a message about a request."""
 
@@ -194,7 +197,7 @@ class MeshLinks:
         self._hinted: dict[tuple[NodeId, tuple[str, ...]], float] = {}
         self._redials: dict[asyncio.Task[None], NodeId] = {}
         self._dialling = set[asyncio.Task[None]]()  # for the machine
-        self._of_weights = set[SecureLink]()  # over which weights are sent
+        self._served = set[SecureLink]()  # of others, for weights or training
         self._timer = DeadlineTimer(lambda: machine.deadline, self._expire)
         self._jobs = asyncio.TaskGroup()
         self._is_ending = False
@@ -298,6 +301,14 @@ class MeshLinks:
         """
         return await self._dial_member(peer, Purpose.WEIGHTS)
 
+    async def dial_training(self, peer: NodeId) -> SecureLink:
+        """Open a link for training to a member.
+
+        Raises:
+            LinkLost: it cannot be reached.
+        """
+        return await self._dial_member(peer, Purpose.TRAINING)
+
     def local_of(self, peer: NodeId) -> LocalAddressPolicy:
         """Return which addresses of this machine a member may name: all if it is here itself."""
         profile, machine = self._machine.profiles.get(peer), self._dialer.machine
@@ -356,20 +367,24 @@ class MeshLinks:
             await secured.close()
         elif secured.purpose is Purpose.RING:
             await self._host.ring(secured)
+        elif secured.purpose is Purpose.WEIGHTS:
+            await self._serve(secured, self._host.weights)
         else:
-            await self._send_weights(secured)
+            await self._serve(secured, self._host.training)
 
-    async def _send_weights(self, link: SecureLink) -> None:
-        """Send weights until the link closes, at the latest at the end of the peer's membership."""
-        self._of_weights.add(link)
+    async def _serve(
+        self, link: SecureLink, serve: Callable[[SecureLink], Awaitable[None]]
+    ) -> None:
+        """Serve a link until it closes, at the latest at the end of the peer's membership."""
+        self._served.add(link)
         try:
-            await self._host.weights(link)
+            await serve(link)
         finally:
-            self._of_weights.discard(link)
+            self._served.discard(link)
 
     def _close_ended(self) -> None:
-        """Close the links for weights to peers whose membership has ended."""
-        for link in filter(self._has_ended, () if self._is_ending else self._of_weights):
+        """Close the links for weights or training to peers whose membership has ended."""
+        for link in filter(self._has_ended, () if self._is_ending else self._served):
             self._begin(link.close)
 
     def _has_ended(self, link: SecureLink) -> bool:

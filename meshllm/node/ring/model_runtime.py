@@ -20,6 +20,7 @@ from meshllm.model.speculation.prompt_lookup import SuffixDrafting
 from meshllm.model.split.kv_cache import max_crop_of
 from meshllm.model.steps.runner import Runner
 from meshllm.model.text.tokenizer import Text
+from meshllm.model.training.frozen_span import FrozenSpan
 from meshllm.names import NodeId, Quant, Span
 from meshllm.node.compute.worker import Worker, calibrate
 from meshllm.node.options import InferenceConfig
@@ -163,6 +164,14 @@ class ModelRuntime:
         context = self.shape.context or MAX_POSITION
         # Without chunked prefill a prompt travels in one message, which has a limit.
         return context if self.verdict.chunkable else min(context, self.max_rows)
+
+    def load_frozen(self, span: Span) -> FrozenSpan:
+        """Load layers for training, beside those that serve; runs on the compute thread.
+
+        Raises:
+            ModelError: the weights are missing or damaged.
+        """
+        return FrozenSpan(self.source, span, self.device)
 
     async def text(self) -> Text:
         """Return the tokenizer and chat template; raise `ModelError` if there is none."""

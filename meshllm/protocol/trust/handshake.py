@@ -90,6 +90,8 @@ class Purpose(IntEnum):
     """Hidden states of one plan."""
     WEIGHTS = 3
     """Files of models."""
+    TRAINING = 4
+    """Batches through layers, and gradients back."""
 
 
 class Features(IntFlag):

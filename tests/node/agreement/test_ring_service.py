@@ -22,6 +22,7 @@ from meshllm.node.agreement.ring_service import (
     RETRY_S,
     RingService,
 )
+from meshllm.node.training import TrainingServer
 from meshllm.protocol.agreement.groups import UNASSIGNED, NodeGroups
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import Profile
@@ -65,6 +66,7 @@ class Moving:
             is_founder=True,
             off_loop=None,
             call_later=call_later,
+            training=TrainingServer(call_later),
         )
         self.service = RingService(cast("NodeParts", parts))
 

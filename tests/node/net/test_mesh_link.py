@@ -317,15 +317,15 @@ def test_a_removal_closes_links_for_weights_and_admits_no_others(run: Run) -> No
         await links[1].send([b"more"])
         await asyncio.sleep(1)
         assert served == [c.me]
-        assert [each.peer for each in a.links._of_weights] == [c.me]
+        assert [each.peer for each in a.links._served] == [c.me]
         await links[1].close()
         await asyncio.sleep(1)
-        assert not a.links._of_weights
+        assert not a.links._served
 
     run(scenario)
 
 
-@pytest.mark.parametrize("purpose", [Purpose.RING, Purpose.WEIGHTS])
+@pytest.mark.parametrize("purpose", [Purpose.RING, Purpose.WEIGHTS, Purpose.TRAINING])
 def test_a_member_that_is_removed_during_its_handshake_gets_no_link(
     run: Run, monkeypatch: pytest.MonkeyPatch, purpose: Purpose
 ) -> None:
@@ -340,7 +340,7 @@ def test_a_member_that_is_removed_during_its_handshake_gets_no_link(
             return link
 
         monkeypatch.setattr(module, "secure_accept", slow)
-        a.send_weights = never
+        a.send_weights = a.train = never
         link = await dial(b, a, purpose)
         async with asyncio.timeout(9):
             with pytest.raises(LinkLost):
