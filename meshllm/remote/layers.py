@@ -11,8 +11,9 @@ into its parts is computed again first.
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -82,7 +83,6 @@ class RemoteLayers:
         self._model = model
         self._sleep = sleep
         self._spans: Sequence[Span] = ()
-        self._threads = ThreadPoolExecutor(MAX_IN_FLIGHT, thread_name_prefix="remote-layers")
 
     def __call__(
         self,
@@ -117,14 +117,30 @@ class RemoteLayers:
         return result
 
     def in_parallel(self, works: Sequence[Callable[[threading.Event], T]]) -> list[T]:
-        """Run functions on threads; each gets an event that tells it to end early."""
-        stop = threading.Event()
-        futures = [self._threads.submit(work, stop) for work in works]
+        """Run functions on threads; each gets an event that tells it to end early.
+
+        An interrupt of the caller does not wait for them, nor does the end of the process.
+        """
+        stop, waiting = threading.Event(), deque(works)
+        futures = {id(work): Future[T]() for work in works}
+
+        def run() -> None:
+            while not stop.is_set():
+                try:
+                    work = waiting.popleft()
+                except IndexError:
+                    return
+                try:
+                    futures[id(work)].set_result(work(stop))
+                except BaseException as error:  # raised in the caller
+                    futures[id(work)].set_exception(error)
+
+        for _ in range(min(MAX_IN_FLIGHT, len(works))):
+            threading.Thread(target=run, name="remote-layers", daemon=True).start()
         try:
-            return [each.result() for each in futures]
-        except BaseException:
+            return [futures[id(work)].result() for work in works]
+        finally:
             stop.set()
-            raise
 
     def pieces(self, span: Span) -> list[Span]:
         """Cut a span where the ring does now."""
@@ -236,7 +252,10 @@ class _BatchPass:
         ]
         done = self.layers.in_parallel(jobs)
         hidden = [each.pop(HIDDEN) for each in done]
-        return [torch.cat(hidden).to(grad), *(_sum(name, done) for name in named)]
+        return [
+            torch.cat(hidden).to(grad),
+            *(_sum(name, done, each) for name, each in named.items()),
+        ]
 
     def _backward(
         self,
@@ -289,10 +308,10 @@ class _BatchPass:
         return compute(batch)
 
 
-def _sum(name: str, parts: Sequence[Mapping[str, Tensor]]) -> Tensor | None:
+def _sum(name: str, parts: Sequence[Mapping[str, Tensor]], adapter: Tensor) -> Tensor | None:
     """Return the sum of the gradients of an adapter over the micro-batches, if it has any."""
     grads = [part[name] for part in parts if name in part]
-    return torch.stack(grads).sum(0) if grads else None
+    return torch.stack(grads).sum(0).to(adapter) if grads else None
 
 
 def _within(span: Span, adapters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ it through all layers of the mesh, the others pass it on; what belongs to the ba
 mask, is taken from the arguments of the module that holds the layers.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature
@@ -68,6 +68,7 @@ def from_pretrained(
         if config is not None:
             config.use_cache = False
     whole.save_pretrained = _refuse_saving
+    whole.gradient_checkpointing_enable = lambda *_args, **_options: None  # the nodes do that
     setattr(whole, _LAYERS, layers)
     return whole
 
@@ -124,6 +125,8 @@ class _Forwarding:
                 setattr(module, name, weight)
             for name, buffer in list(module.named_buffers(recurse=False)):
                 setattr(module, name, _zeros(buffer))
+            # Moved to a device, or cast, they would take memory.
+            module._apply = partial(_apply_to_others, module, module._apply, self._weights)  # type: ignore[method-assign]
 
     def _begin(
         self, names: list[str], _owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -183,6 +186,24 @@ class _Forwarding:
             )
         if parameter.requires_grad:
             raise ModelError(f"The weights of layer {layer} are frozen: `{name}` cannot be trained")
+
+
+def _apply_to_others(
+    module: nn.Module,
+    apply: Callable[..., nn.Module],
+    weights: Mapping[int, nn.Parameter],
+    change: Callable[[Tensor], Tensor],
+    recurse: bool = True,
+) -> nn.Module:
+    """Change the parameters of a module and those below it, such as adapters, but not weights."""
+    own = dict(module._parameters)
+    kept = {name: each for name, each in own.items() if each is not None and id(each) in weights}
+    for name in kept:
+        del module._parameters[name]
+    try:
+        return apply(change, recurse)
+    finally:
+        module._parameters = {name: kept.get(name, module._parameters.get(name)) for name in own}
 
 
 def _zeros(meta: Tensor) -> Tensor:

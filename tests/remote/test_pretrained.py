@@ -240,3 +240,26 @@ def test_the_remote_layers_of_a_model_are_a_module_to_call(
 def test_a_model_that_cannot_be_split_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="cannot be split"):
         from_pretrained(tiny_model(tmp_path, "cpmant").folder)
+
+
+def test_a_cast_or_another_device_leaves_the_weights_of_the_layers(
+    remote: Callable[[], Any],
+) -> None:
+    tuned: Any = get_peft_model(remote(), LORA)
+
+    tuned.to("meta").double()
+
+    groups: dict[bool, list[Tensor]] = {True: [], False: []}
+    for name, each in tuned.named_parameters():
+        groups["layers" in name and "lora" not in name].append(each)
+    assert {(each.device.type, each.dtype) for each in groups[False]} == {("meta", torch.float64)}
+    assert {(each.device.type, each.dtype) for each in groups[True]} == {("cpu", torch.float32)}
+    assert all(each.untyped_storage().nbytes() == each.itemsize for each in groups[True])
+
+
+def test_the_checkpointing_of_transformers_changes_nothing(remote: Callable[[], Any]) -> None:
+    model = remote()
+
+    model.gradient_checkpointing_enable()
+
+    assert not any(getattr(each, "gradient_checkpointing", False) for each in model.modules())

@@ -16,10 +16,11 @@ even then it computes layer by layer: gradient checkpointing (arXiv 1604.06174).
 """
 
 import secrets
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -41,6 +42,8 @@ from meshllm.names import Span
 
 KEPT_PART = 4
 """The part of the free memory, as a divisor, that activations may take."""
+KEPT_S = 600.0
+"""s after which nobody will ask for activations any more."""
 SECRET_BYTES = 16
 MAX_CONTEXT = 1 << 20  # tokens of a sequence, if the model has no limit
 
@@ -111,8 +114,11 @@ class FrozenSpan:
         is_cpu = self._shard.device == CPU
         free = free_memory() if is_cpu else free_bytes(self._shard.device)
         kept = sum(each.size for each in self._kept.values())
-        room = (free + kept) // KEPT_PART
-        while self._kept and 2 * kept > room:
+        room, now = (free + kept) // KEPT_PART, time.monotonic()
+        while self._kept:
+            oldest = next(iter(self._kept.values()))
+            if 2 * kept <= room and now < oldest.since + KEPT_S:
+                break
             kept -= self._kept.popitem(last=False)[1].size
         return room - kept
 
@@ -153,6 +159,7 @@ class _KeptPass:
     output: Tensor
     size: int
     """Bytes of the activations."""
+    since: float = field(default_factory=time.monotonic)
 
 
 @dataclass(slots=True)

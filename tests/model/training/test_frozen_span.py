@@ -212,3 +212,16 @@ def test_a_batch_that_goes_backward_needs_a_gradient(single: Source) -> None:
 def test_missing_weights_are_an_error(single: Source) -> None:
     with pytest.raises(ModelError):
         FrozenSpan(single, Span(5, 9))
+
+
+def test_activations_that_nobody_asked_for_are_forgotten(
+    single: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    span = FrozenSpan(single, Span(1, 3))
+    data = pack({"hidden": hidden_for(single)})
+    kept = unpack(span.forward(data, keeps=True))["kept"]
+    monkeypatch.setattr(frozen_span, "KEPT_S", -1.0)
+    span.forward(data)
+
+    with pytest.raises(Busy, match="not kept any more"):
+        span.backward(pack({"grad": hidden_for(single), "kept": kept}))
