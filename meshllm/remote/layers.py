@@ -32,7 +32,9 @@ from meshllm.protocol.training.codec import Direction
 MICRO_TOKENS = 512
 """Tokens of a micro-batch, unless one sequence is longer: enough for matrices of full speed."""
 MAX_IN_FLIGHT = 8  # micro-batches
-FIRST_RETRY_S, LAST_RETRY_S = 0.2, 5.0  # s; backoff after a node was lost, or has no memory
+FIRST_RETRY_S, LAST_RETRY_S = 0.1, 2.0  # s; backoff after a node was lost, or has no memory
+BACKOFF = 1.5
+"""The factor of two pauses that follow each other."""
 PATIENCE_S = 180.0
 """s after which a pass is given up that fails again and again."""
 
@@ -164,7 +166,7 @@ class RemoteLayers:
                 if stop.is_set() or time.monotonic() > since + PATIENCE_S:
                     raise
             self._sleep(delay)
-            delay = min(2 * delay, LAST_RETRY_S)
+            delay = min(BACKOFF * delay, LAST_RETRY_S)
 
     def compute(
         self, span: Span, direction: Direction, tensors: Mapping[str, Tensor]

@@ -149,7 +149,7 @@ def test_a_lost_node_costs_one_repetition(
     assert torch.equal(output, there)
     torch.testing.assert_close(grad, grads(there, {"hidden": hidden})[0])
     assert ring.asked == 3  # how the ring is cut: at first, and after each loss
-    assert naps == [remote.FIRST_RETRY_S, 2 * remote.FIRST_RETRY_S]
+    assert naps == [remote.FIRST_RETRY_S, remote.BACKOFF * remote.FIRST_RETRY_S]
 
 
 def test_a_gradient_goes_back_through_a_ring_that_was_cut_otherwise(

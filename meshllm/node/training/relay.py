@@ -73,14 +73,17 @@ class TrainingRelay:
             TimedOut: no ring has the model.
             Busy: the ring is cut otherwise now, see `spans`, or the node has no memory now.
             LinkLost: the node is lost; repeat it.
-            ModelError: the mesh does not serve the model, or the batch is refused.
-            PeerFault: the batch is invalid, or a peer misbehaves.
+            ModelError: the mesh does not serve the model, or the batch is invalid.
+            PeerFault: a peer misbehaves.
         """
         node = holder(await self._plan(asked.model), asked.span)
         if node is None:
             raise Busy(f"No node holds all layers of `{asked.span}` now", hint="try again")
         if node == self._me:
-            return await self._server.compute(asked, data)
+            try:
+                return await self._server.compute(asked, data)
+            except PeerFault as error:  # as from another node
+                raise ModelError(str(error)) from None
         start = StartPass(asked.model, asked.span, asked.direction, len(data))
         async with self._turns[node]:
             return await self._compute_at(node, start, data)

@@ -51,6 +51,20 @@ def test_a_batch_goes_to_the_node_with_the_layers(run: Callable[[Scenario], None
     run(scenario)
 
 
+def test_own_layers_refuse_an_invalid_batch_as_those_of_others_do(
+    run: Callable[[Scenario], None],
+) -> None:
+    async def scenario(attic: MeshMember, _: MeshMember, node: TrainingNode) -> None:
+        made = relay_of(attic, attic.me, server=node.server)
+        await made.compute(FORWARD, b"abc")
+        node.loaded[0].error = PeerFault("Batch of 9")
+
+        with pytest.raises(ModelError, match="Batch of 9"):
+            await made.compute(FORWARD, b"abc")
+
+    run(scenario)
+
+
 def test_a_span_that_several_nodes_hold_is_not_computed(run: Callable[[Scenario], None]) -> None:
     async def scenario(attic: MeshMember, barn: MeshMember, node: TrainingNode) -> None:
         made = relay_of(attic, attic.me, barn.me, server=node.server)
