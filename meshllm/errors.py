@@ -38,8 +38,6 @@ class MeshError(Exception):
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
         self.hint = hint
-        if hint is not None:
-            self.add_note(f"Hint: {hint}")  # in a traceback of a program
 
 
 class UserError(MeshError):

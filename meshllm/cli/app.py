@@ -50,7 +50,7 @@ COMMANDS = (
     ("tui", "tui.tui:tui", "Watch and control the mesh in the terminal."),
     ("ring", "ring.ring:app", "Show, plan and manage the ring."),
     ("key", "commands.key:app", "Create, list and revoke keys of the API."),
-    ("model", "commands.model:app", "List, inspect, verify, download and serve models."),
+    ("model", "commands.model:app", "List, inspect, verify, download, merge and serve models."),
     ("transport", "commands.transport:app", "List the transports between nodes."),
     ("config", "commands.config:app", "Show and change settings, and see where they come from."),
 )

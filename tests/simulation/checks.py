@@ -10,7 +10,7 @@ from tests.simulation.mesh_world import member
 from tests.simulation.toy import LAYERS
 from tests.simulation.world import World
 
-TASKS, TASKS_OF_LINK, TASKS_OF_DIAL = 20, 5, 4  # of an idle node
+TASKS, TASKS_OF_LINK, TASKS_OF_DIAL = 21, 5, 4  # of an idle node
 TASKS_OF_RING, TASKS_OF_RING_LINK = 7, 4
 FOLLOW_S = 5  # s at most that a node follows a plan that it knows to be outdated
 WRITES = 4  # disk writes at most, before a node publishes which plan it follows

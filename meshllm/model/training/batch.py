@@ -86,8 +86,10 @@ def unpack(data: bytes) -> dict[str, Tensor]:
     """Return the tensors in bytes; raise `PeerFault` if these are invalid or hold too many."""
     try:
         tensors = safetensors.torch.load(data)
-    except (SafetensorError, ValueError, KeyError) as error:
+    except SafetensorError as error:
         raise PeerFault(f"Invalid tensors of a batch: {error}") from None
+    except (ValueError, KeyError, TypeError, OverflowError, RuntimeError):  # of torch, with a trace
+        raise PeerFault("Invalid tensors of a batch") from None
     if len(tensors) > MAX_TENSORS:
         raise PeerFault(f"Batch of {len(tensors)} tensors, more than {MAX_TENSORS}")
     return tensors

@@ -189,7 +189,7 @@ class _Activations:
         def note(tensor: Tensor) -> Tensor:
             if (at := _storage(tensor)) not in weights:
                 saved[at] = tensor.untyped_storage().nbytes()
-            return tensor
+            return tensor.detach()  # an output that its own node held would never be freed
 
         with saved_tensors_hooks(note, lambda tensor: tensor):
             yield
@@ -210,8 +210,11 @@ def _inputs(batch: Batch) -> dict[str, Tensor]:
 
 
 def _gradients(output: Tensor, inputs: dict[str, Tensor], grad: Tensor) -> dict[str, Tensor]:
-    found = torch.autograd.grad(output, list(inputs.values()), grad.to(output.dtype))
-    return dict(zip(inputs, found, strict=True))
+    """Return the gradients of what has any, as autograd does."""
+    found = torch.autograd.grad(
+        output, list(inputs.values()), grad.to(output.dtype), allow_unused=True
+    )
+    return {name: each for name, each in zip(inputs, found, strict=True) if each is not None}
 
 
 def _storage(tensor: Tensor) -> int:

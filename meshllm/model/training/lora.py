@@ -6,10 +6,12 @@ are named ``lora.<layer>.<module>.<number>.a`` and ``.b``, such as
 ``lora.3.self_attn.q_proj.0.a``.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from meshllm.errors import PeerFault
 LORA = "lora."
 MAX_RANK = 4096
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_NAME = re.compile(r"lora\.([0-9]{1,5})\.(.+)\.([0-9]{1,5})", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +37,6 @@ class LoraPair:
     """[R, K]."""
     b: Tensor
     """[N, R], scaled."""
-
-    def add(self, _module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        """Add to the product [..., N] of a module with [..., K]."""
-        inner = linear(args[0].to(self.a.dtype), self.a)
-        return (output + linear(inner, self.b)).to(output.dtype)
 
 
 Adapters = Mapping[int, Mapping[str, list[LoraPair]]]
@@ -61,17 +59,19 @@ def read_adapters(tensors: dict[str, Tensor]) -> Adapters:
     Raises:
         PeerFault: a name is malformed, or a matrix missing or of a wrong shape.
     """
-    found = dict[int, dict[str, list[LoraPair]]]()
-    for full in sorted(each for each in tensors if each.startswith(LORA) and each.endswith(".a")):
+    pairs = list[tuple[int, str, int, LoraPair]]()
+    for full in [each for each in tensors if each.startswith(LORA) and each.endswith(".a")]:
         name = full.removesuffix(".a")
         a, b = tensors.pop(full), tensors.pop(f"{name}.b", None)
-        layer, _, rest = name.removeprefix(LORA).partition(".")
-        module, _, number = rest.rpartition(".")
-        if not (layer.isdecimal() and number.isdecimal() and module):
+        if (parts := _NAME.fullmatch(name)) is None:
             raise PeerFault(f"Invalid name `{name[:100]}` of an adapter")
         if b is None or not _is_pair(a, b):
             raise PeerFault(f"The matrices of adapter `{name[:100]}` do not match")
-        found.setdefault(int(layer), {}).setdefault(module, []).append(LoraPair(name, a, b))
+        layer, module, number = parts.groups()
+        pairs.append((int(layer), module, int(number), LoraPair(name, a, b)))
+    found = dict[int, dict[str, list[LoraPair]]]()
+    for layer_index, module, _, pair in sorted(pairs, key=lambda each: each[:3]):
+        found.setdefault(layer_index, {}).setdefault(module, []).append(pair)
     return found
 
 
@@ -86,8 +86,9 @@ def applied(layers: Mapping[int, nn.Module], adapters: Adapters) -> Iterator[Non
     """Apply adapters to layers, by their index, inside the context.
 
     Raises:
-        PeerFault: a layer or module is not there, or has another shape.
+        PeerFault: a layer or module is not there, has another shape, or computed nothing.
     """
+    unused = {each.name for modules in adapters.values() for each in chain(*modules.values())}
     with ExitStack() as stack:
         for index, by_module in adapters.items():
             if index not in layers:
@@ -97,15 +98,28 @@ def applied(layers: Mapping[int, nn.Module], adapters: Adapters) -> Iterator[Non
                 for pair in pairs:
                     if (pair.a.shape[1], pair.b.shape[0]) != module_shape(module):
                         raise PeerFault(f"Adapter `{pair.name[:100]}` does not fit its module")
-                    stack.callback(module.register_forward_hook(partial(LoraPair.add, pair)).remove)
+                    hook = module.register_forward_hook(partial(_add, pair, unused))
+                    stack.callback(hook.remove)
         yield
+    if unused:  # some families multiply with the weights of a module without calling it
+        raise PeerFault(f"The layers do not call the module of adapter `{min(unused)[:100]}`")
+
+
+def _add(
+    pair: LoraPair, unused: set[str], _module: nn.Module, args: tuple[Any, ...], output: Tensor
+) -> Tensor:
+    """Add to the product [..., N] of a module with [..., K]."""
+    unused.discard(pair.name)
+    inner = linear(args[0].to(pair.a.dtype), pair.a)
+    return (output + linear(inner, pair.b)).to(output.dtype)
 
 
 def module_shape(module: nn.Module) -> tuple[int, int] | None:
     """Return (K, N) of a linear module; None if it is of another kind."""
-    if isinstance(module, nn.Linear):
+    # Others may return something else than the product.
+    if isinstance(module, nn.Linear) and type(module) is nn.Linear:
         return module.in_features, module.out_features
-    if isinstance(module, Conv1D):
+    if isinstance(module, Conv1D) and type(module) is Conv1D:
         return module.nx, module.nf
     return None
 

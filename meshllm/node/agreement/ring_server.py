@@ -225,7 +225,10 @@ class RingServer:
         self.offer.begin(offered, reserved_bytes(model.shape))
         runtime = self.member.begin(model)
         self._parts.weights.offer(ring.config_digest, lambda: preparation.parts(model))
-        self._parts.training.offer(ring.config_digest, FrozenModel(model.worker, model.load_frozen))
+        if model.verdict.equal:  # else its layers cannot be computed by themselves
+            self._parts.training.offer(
+                ring.config_digest, FrozenModel(model.worker, model.load_frozen)
+            )
         model.obtain = self.supply.obtain
         self.follower.reset()  # follow the plan that was agreed on before
         self._parts.changed()

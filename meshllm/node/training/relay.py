@@ -5,13 +5,14 @@ what it sent, so that a lost node costs one repetition: a pass is a function of 
 """
 
 import asyncio
+import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 
-from meshllm.errors import Busy, LinkLost, ModelError, PeerFault, TimedOut
+from meshllm.errors import Busy, LinkLost, MeshError, ModelError, PeerFault, TimedOut
 from meshllm.names import Digest, NodeId, Span, short
 from meshllm.node.net.secure import SecureLink
-from meshllm.node.training.server import LayerPass, TrainingServer
+from meshllm.node.training.server import LayerPass, TrainingServer, refusal_of
 from meshllm.node.training.transfer import receive, receive_tensors, send, send_tensors
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.training.codec import (
@@ -26,6 +27,8 @@ LINKS_OF_NODE = 2
 """Links to one node: a batch arrives while another is computed."""
 WAIT_S = 60.0
 """s to wait for a ring that holds the model."""
+
+logger = logging.getLogger(__name__)
 
 
 class TrainingRelay:
@@ -43,6 +46,7 @@ class TrainingRelay:
         self._plan_of = plan_of
         self._dial = dial
         self._server = server
+        self._is_closed = False
         self._idle = defaultdict[NodeId, list[SecureLink]](list)
         self._turns = defaultdict[NodeId, asyncio.Semaphore](
             lambda: asyncio.Semaphore(LINKS_OF_NODE)
@@ -53,6 +57,7 @@ class TrainingRelay:
         try:
             await asyncio.Event().wait()  # never set: wait until cancelled
         finally:
+            self._is_closed = True
             links = [each for links in self._idle.values() for each in links]
             self._idle.clear()
             await asyncio.gather(*(each.close() for each in links))
@@ -82,8 +87,9 @@ class TrainingRelay:
         if node == self._me:
             try:
                 return await self._server.compute(asked, data)
-            except PeerFault as error:  # as from another node
-                raise ModelError(str(error)) from None
+            except MeshError as error:
+                logger.info("cannot compute a batch: %s", error)
+                raise _refused("This node", refusal_of(error)) from None
         start = StartPass(asked.model, asked.span, asked.direction, len(data))
         async with self._turns[node]:
             return await self._compute_at(node, start, data)
@@ -115,14 +121,18 @@ class TrainingRelay:
                     result = await receive_tensors(link, size)
                     is_reusable = True
                     return result
-                case PassRefused(reason, is_final):
+                case PassRefused() as refusal:
                     is_reusable = True
-                    text = f"Node {short(link.peer)}: {reason}"
-                    raise ModelError(text) if is_final else Busy(text)
+                    raise _refused(f"Node {short(link.peer)}", refusal)
                 case other:
                     raise PeerFault(f"{type(other).__name__} instead of what came out of a batch")
         finally:
-            if is_reusable:
+            if is_reusable and not self._is_closed:
                 self._idle[link.peer].append(link)
             else:
                 await link.close()
+
+
+def _refused(who: str, refusal: PassRefused) -> MeshError:
+    text = f"{who}: {refusal.reason}"
+    return ModelError(text) if refusal.is_final else Busy(text)

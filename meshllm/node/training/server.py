@@ -7,7 +7,7 @@ those that wait are computed. Nothing is kept for a client but the loaded layers
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from meshllm.node.net.secure import SecureLink
 from meshllm.node.timer import CallLater, loop_time
 from meshllm.node.training.transfer import receive, receive_tensors, send, send_tensors
 from meshllm.protocol.training.codec import (
+    MAX_BATCH_BYTES,
     STILL_S,
     Direction,
     PassDone,
@@ -116,7 +117,7 @@ class TrainingServer:
             result = computing.result()
         except MeshError as error:
             logger.info("cannot compute a batch of node %s: %s", short(link.peer), error)
-            await send(link, _refusal(error))
+            await send(link, refusal_of(error))
         else:
             await send(link, PassDone(len(result)))
             await send_tensors(link, result)
@@ -131,19 +132,10 @@ class TrainingServer:
             OutOfMemory: it does not fit into free memory.
             ModelError: this node does not have the weights of the layers.
         """
-        key = asked.model, asked.span
         async with self._turn:
-            model = self._models.get(asked.model)
-            if model is None:
-                raise ModelError("This node does not have the model")
-            run = model.worker.run_when_idle
             try:
-                if (layers := self._spans.get(key)) is None:
-                    layers = self._spans[key] = await run(0, model.load, asked.span)
-                    if len(self._spans) > MAX_SPANS:
-                        self._spans.popitem(last=False)
-                self._spans.move_to_end(key)
-                return await run(0, _PASSES[asked.direction], layers, data)
+                layers, run = await self._load(asked)
+                result = await run(0, _PASSES[asked.direction], layers, data)
             except (MemoryError, RuntimeError) as error:
                 from meshllm.model.device import is_out_of_memory
 
@@ -155,6 +147,24 @@ class TrainingServer:
                 if not self._is_releasing:
                     self._is_releasing = True
                     self._call_later(KEEP_S, self._release_unused)
+        if len(result) > MAX_BATCH_BYTES:
+            raise PeerFault(f"What comes out has {len(result)} bytes: send fewer tokens")
+        return result
+
+    async def _load(self, asked: LayerPass) -> "tuple[FrozenSpan, Callable[..., Awaitable[bytes]]]":
+        """Return layers, loaded if they are not yet, and what runs a pass through them."""
+        if (model := self._models.get(asked.model)) is None:
+            raise ModelError("This node does not have the model")
+        key, run = (asked.model, asked.span), model.worker.run_when_idle
+        if (layers := self._spans.get(key)) is None:
+            layers = await run(0, model.load, asked.span)
+            if self._models.get(asked.model) is not model:
+                raise Busy("This node does not hold the model any more")
+            self._spans[key] = layers
+            if len(self._spans) > MAX_SPANS:
+                self._spans.popitem(last=False)
+        self._spans.move_to_end(key)
+        return layers, run
 
     def _release_unused(self) -> None:
         unused_s = 0.0 if self._turn.locked() else loop_time() - self._last_used
@@ -174,8 +184,8 @@ _PASSES: "Mapping[Direction, Callable[[FrozenSpan, bytes], bytes]]" = {
 }
 
 
-def _refusal(error: MeshError) -> PassRefused:
-    """Return what a peer hears of an error: no path, and whether its batch is at fault."""
+def refusal_of(error: MeshError) -> PassRefused:
+    """Return what the sender hears of an error: no path, and whether its batch is at fault."""
     if isinstance(error, PeerFault):
         return PassRefused(str(error), is_final=True)
     if isinstance(error, OutOfMemory):

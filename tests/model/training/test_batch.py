@@ -1,5 +1,7 @@
 """Batches as bytes: what is read, and what is refused."""
 
+import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +17,16 @@ HIDDEN = torch.randn(2, 3, 8)
 MASK = torch.tensor([[0, 1, 1], [1, 1, 1]])
 POSITIONS = torch.tensor([[0, 1, 2], [7, 8, 15]])
 CUDA = torch.device("meta")  # a device that is not the CPU
+
+
+def tensors_file(header: bytes, data: bytes = b"") -> bytes:
+    return len(header).to_bytes(8, "little") + header + data
+
+
+def one_tensor(dtype: str, shape: Sequence[int], size: int) -> bytes:
+    """Make the bytes of hidden states with a header that may be false."""
+    entry = {"dtype": dtype, "shape": shape, "data_offsets": [0, size]}
+    return tensors_file(json.dumps({"hidden": entry}).encode(), bytes(size))
 
 
 def read(**tensors: Tensor) -> Any:
@@ -131,3 +143,35 @@ def test_a_batch_moves_to_another_device_whole(monkeypatch: pytest.MonkeyPatch) 
     }
     assert found.positions is None
     assert batch.on(torch.device("cpu")) is batch
+
+
+@pytest.mark.parametrize(
+    ("data", "error"),
+    [
+        (tensors_file(b"[" * 100_000), "Invalid tensors"),
+        (one_tensor("F4", [1, 1, 8], 4), "Invalid tensors"),
+        (one_tensor("F32", [1, 1, 8], 31), "Invalid tensors"),
+        (one_tensor("F32", [1 << 62, 1 << 62, 0], 0), "Invalid tensors"),
+        (one_tensor("F32", [1 << 62, 0, 8], 0), "of 0 tokens"),
+        (one_tensor("F8_E4M3", [1, 1, 8], 8), "without floating-point"),
+        (one_tensor("C64", [1, 1, 8], 64), "without floating-point"),
+        (one_tensor("F32", [], 4), "without floating-point"),
+        (one_tensor("F32", [1] * 1000, 4), "without floating-point"),
+    ],
+)
+def test_a_hostile_header_is_refused(data: bytes, error: str) -> None:
+    with pytest.raises(PeerFault, match=error):
+        read_batch(data, width=8, context=16)
+
+
+def test_a_batch_of_the_largest_size_is_read() -> None:
+    found = read(hidden=torch.zeros(MAX_ROWS // 16, 16, 8), positions=torch.full((4096, 16), 15))
+
+    assert found.hidden.shape == (MAX_ROWS // 16, 16, 8)
+
+
+def test_a_dimension_beyond_63_bits_is_refused() -> None:
+    header = b'{"hidden":{"dtype":"F32","shape":[0,%d,8],"data_offsets":[0,0]}}' % (1 << 63)
+
+    with pytest.raises(PeerFault):
+        unpack(len(header).to_bytes(8, "little") + header)

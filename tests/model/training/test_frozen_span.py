@@ -1,5 +1,7 @@
 """Frozen layers against the stock model: hidden states forward, gradients backward."""
 
+import gc
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshllm.errors import Busy, ModelError, PeerFault
+from meshllm.errors import Busy, MeshError, ModelError, PeerFault
 from meshllm.model.files.source import Source, open_folder
 from meshllm.model.training import frozen_span
 from meshllm.model.training.batch import pack, unpack
 from meshllm.model.training.frozen_span import FrozenSpan
-from meshllm.model.training.lora import applied, pair_name, read_adapters
+from meshllm.model.training.lora import applied, module_shape, pair_name, read_adapters
 from meshllm.names import Span
 from meshllm.testing.models import stock_model, tiny_model
 
@@ -74,8 +76,9 @@ def gradients(output: Tensor, inputs: Mapping[str, Tensor], grad: Tensor) -> dic
 
 
 @pytest.mark.parametrize(
-    "batch", [{}, {"mask": MASK}, {"mask": MASK, "positions": POSITIONS}],
-    ids=["plain", "padded", "positions"],
+    "batch",
+    [{}, {"mask": MASK}, {"mask": MASK, "positions": POSITIONS}, {"positions": POSITIONS}],
+    ids=["plain", "padded", "positions", "positions only"],
 )  # fmt: skip
 def test_hidden_states_are_those_of_the_stock_model(
     source: Source, batch: dict[str, Tensor]
@@ -225,3 +228,105 @@ def test_activations_that_nobody_asked_for_are_forgotten(
 
     with pytest.raises(Busy, match="not kept any more"):
         span.backward(pack({"grad": hidden_for(single), "kept": kept}))
+
+
+def test_gradients_of_gpt_2_are_those_of_the_stock_model(tmp_path: Path) -> None:
+    source = tiny_model(tmp_path, "gpt2")
+    hidden = hidden_for(source).requires_grad_()
+    adapters = adapters_of(source, "attn.c_proj", 2)
+    inputs = {name: each.requires_grad_() for name, each in adapters.items()}
+    output = stock_layers(source, hidden, adapters)
+    grad = torch.randn_like(output)
+    expected = gradients(output, inputs | {"hidden": hidden}, grad)
+
+    batch = pack({"hidden": hidden, "grad": grad, **adapters})
+    found = unpack(FrozenSpan(source, Span(0, 6)).backward(batch))
+
+    assert found.keys() == expected.keys()
+    for name, each in found.items():
+        assert torch.equal(each, expected[name]), name
+
+
+def test_batches_of_several_clients_do_not_mix(single: Source) -> None:
+    span = FrozenSpan(single, Span(1, 4))
+    hidden = hidden_for(single)
+    batches = [
+        {"hidden": hidden * scale, **adapters_of(single, "self_attn.o_proj", layer)}
+        for scale, layer in ((1, 1), (2, 2), (3, 3))
+    ]
+    expected = [span.backward(pack({"grad": hidden, **each})) for each in batches]
+
+    kept = [unpack(span.forward(pack(each), keeps=True))["kept"] for each in batches]
+    found = [span.backward(pack({"grad": hidden, "kept": each})) for each in reversed(kept)]
+
+    assert found == expected[::-1]
+
+
+def test_a_refused_adapter_leaves_nothing_behind(single: Source) -> None:
+    span, hidden = FrozenSpan(single, Span(1, 3)), hidden_for(single)
+    before = span.forward(pack({"hidden": hidden}))
+    adapters = adapters_of(single, "self_attn.o_proj", 1) | adapters_of(single, "missing", 2)
+
+    with pytest.raises(PeerFault, match="no linear module `missing`"):
+        span.forward(pack({"hidden": hidden, **adapters}), keeps=True)
+
+    assert span.forward(pack({"hidden": hidden})) == before
+
+
+@pytest.mark.parametrize("size", [0, 15, 17])
+def test_a_secret_of_another_length_finds_nothing(single: Source, size: int) -> None:
+    span, hidden = FrozenSpan(single, Span(1, 3)), hidden_for(single)
+    span.forward(pack({"hidden": hidden}), keeps=True)
+
+    with pytest.raises(Busy, match="not kept any more"):
+        span.backward(pack({"grad": hidden, "kept": torch.zeros(size, dtype=torch.uint8)}))
+
+
+class Probe:
+    """Lives as long as the node of autograd that it is attached to."""
+
+
+def first_node(node: Any) -> Any:
+    while earlier := [each for each, _ in node.next_functions if each is not None]:
+        node = earlier[0]
+    return node
+
+
+def test_activations_that_are_forgotten_are_freed(single: Source) -> None:
+    span = FrozenSpan(single, Span(1, 3))
+    span.forward(pack({"hidden": hidden_for(single)}), keeps=True)
+    (kept,) = span._kept.values()
+    probe = Probe()
+    first_node(kept.output.grad_fn).metadata["probe"] = probe
+    alive = weakref.ref(probe)
+
+    del probe, kept
+    span._kept.clear()
+    gc.collect()
+
+    assert alive() is None
+
+
+@pytest.mark.parametrize("family", ["llama4_text", "jamba", "dots3_note_text"])
+def test_an_adapter_of_a_module_that_is_not_called_as_a_linear_one_is_refused(
+    family: str, tmp_path: Path
+) -> None:
+    span = FrozenSpan(tiny_model(tmp_path, family), Span(0, 6))
+    width = span._shard.row_format.width
+    hidden = torch.randn(1, 3, width).to(span._shard.row_format.dtype)
+    failed = list[str]()
+    for index, layer in span._layers.items():
+        for module, each in layer.named_modules():
+            if module and (shape := module_shape(each)):
+                name = f"lora.{index}.{module}.0"
+                pair = {
+                    f"{name}.a": torch.randn(1, shape[0]), f"{name}.b": torch.randn(shape[1], 1)
+                }  # fmt: skip
+                try:
+                    span.backward(pack({"hidden": hidden, "grad": hidden, **pair}))
+                except MeshError:
+                    pass
+                except Exception as error:
+                    failed.append(f"{name}: {type(error).__name__}")
+
+    assert not failed

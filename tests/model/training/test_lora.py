@@ -141,3 +141,10 @@ def test_only_linear_modules_have_a_shape() -> None:
     shapes = [module_shape(each) for each in (layer.plain, layer.conv, layer.norm)]
 
     assert shapes == [(4, 6), (4, 6), None]
+
+
+def test_a_number_of_a_layer_with_many_digits_is_refused() -> None:
+    name = f"lora.{'9' * 5000}.mlp.0"
+
+    with pytest.raises(PeerFault):
+        read_adapters({f"{name}.a": torch.randn(2, 4), f"{name}.b": torch.randn(6, 2)})

@@ -3,11 +3,12 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
-from meshllm.errors import Busy, LinkLost, ModelError, PeerFault, TimedOut
-from meshllm.names import Span
+from meshllm.errors import Busy, LinkLost, ModelError, OutOfMemory, PeerFault, TimedOut
+from meshllm.names import NodeId, Span, short
 from meshllm.node.net.secure import SecureLink
 from meshllm.node.training import LayerPass, TrainingRelay, relay, server, transfer
 from meshllm.protocol.training.codec import (
@@ -18,8 +19,9 @@ from meshllm.protocol.training.codec import (
     TensorBytes,
     encode,
 )
+from meshllm.testing.clock import run_virtual
 from tests.builders.mesh_members import MeshMember
-from tests.builders.training import FORWARD, MODEL, TrainingNode, relay_of
+from tests.builders.training import FORWARD, MODEL, TrainingNode, relay_of, ring
 from tests.node.training.conftest import Scenario
 
 BEYOND = LayerPass(MODEL, Span(4, 8), Direction.FORWARD)
@@ -220,5 +222,96 @@ def test_a_node_that_misbehaves_is_a_fault(
         with pytest.raises(PeerFault):
             await made.compute(FORWARD, b"abc")
         assert not made._idle[barn.me]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ModelError("/secret is missing"), "does not have the weights"),
+        (OutOfMemory("/secret is full"), "not enough memory"),
+        (Busy("Not kept any more"), "Not kept any more"),
+    ],
+)
+def test_a_refusal_that_may_pass_names_the_node_and_no_path_of_it(
+    run: Callable[[Scenario], None], error: Exception, text: str
+) -> None:
+    async def scenario(attic: MeshMember, barn: MeshMember, node: TrainingNode) -> None:
+        async with running(relay_of(attic, barn.me, server=node.server)) as made:
+            await made.compute(FORWARD, b"abc")
+            node.loaded[0].error = error
+
+            with pytest.raises(Busy, match=f"Node {short(barn.me)}: .*{text}") as caught:
+                await made.compute(FORWARD, b"abc")
+            assert "secret" not in str(caught.value)
+
+    run(scenario)
+
+
+def test_a_cancelled_batch_closes_its_link(run: Callable[[Scenario], None]) -> None:
+    async def scenario(attic: MeshMember, barn: MeshMember, node: TrainingNode) -> None:
+        async with running(relay_of(attic, barn.me, server=node.server)) as made:
+            node.worker.takes_s = 20.0
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(5.0):
+                    await made.compute(FORWARD, b"abc")
+            assert not made._idle[barn.me]
+            node.worker.takes_s = 0.0
+
+            assert await made.compute(FORWARD, b"def") == b"fed"
+
+    run(scenario)
+
+
+def test_a_third_batch_to_a_node_waits_for_a_link(run: Callable[[Scenario], None]) -> None:
+    async def scenario(attic: MeshMember, barn: MeshMember, node: TrainingNode) -> None:
+        async with running(relay_of(attic, barn.me, server=node.server)) as made:
+            await made.compute(FORWARD, b"abc")
+            node.worker.takes_s = 10.0
+            tasks = [asyncio.ensure_future(made.compute(FORWARD, b"abc")) for _ in range(3)]
+            await asyncio.sleep(5)
+            assert len(node.server._links) == relay.LINKS_OF_NODE
+            assert made._turns[barn.me].locked()
+
+            assert await asyncio.gather(*tasks) == [b"cba"] * 3
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OutOfMemory("full"), ModelError("missing")])
+def test_own_layers_refuse_for_now_what_those_of_others_do(error: Exception) -> None:
+    async def scenario() -> None:
+        node, me = TrainingNode(), NodeId(b"m" * 32)
+
+        async def plan_of(_: object) -> Any:
+            return ring(me)
+
+        dial: Any = None
+        made = TrainingRelay(me, plan_of, dial, node.server)
+        await made.compute(FORWARD, b"abc")
+        node.loaded[0].error = error
+        with pytest.raises(Busy):
+            await made.compute(FORWARD, b"abc")
+
+    run_virtual(scenario())
+
+
+def test_a_link_whose_batch_ends_after_the_relay_is_closed(
+    run: Callable[[Scenario], None],
+) -> None:
+    async def scenario(attic: MeshMember, barn: MeshMember, node: TrainingNode) -> None:
+        made = relay_of(attic, barn.me, server=node.server)
+        task = asyncio.ensure_future(made.run())
+        node.worker.takes_s = 5.0
+        computing = asyncio.ensure_future(made.compute(FORWARD, b"abc"))
+        await asyncio.sleep(2)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await asyncio.gather(computing, return_exceptions=True)
+        await asyncio.sleep(1)
+
+        assert not made._idle[barn.me]
+        assert not node.server._links
 
     run(scenario)

@@ -3,14 +3,21 @@
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from meshllm.errors import LinkLost, MeshError, ModelError, OutOfMemory, PeerFault
+from meshllm.errors import Busy, LinkLost, MeshError, ModelError, OutOfMemory, PeerFault
+from meshllm.model.files.source import open_folder
+from meshllm.model.training.batch import pack
+from meshllm.model.training.frozen_span import FrozenSpan
 from meshllm.names import Digest, Span
+from meshllm.node.compute.worker import compute_thread
 from meshllm.node.net.secure import SecureLink
-from meshllm.node.training import LayerPass, server
+from meshllm.node.training import FrozenModel, LayerPass, server
 from meshllm.protocol.training.codec import (
     STILL_S,
     TENSOR_CHUNK_BYTES,
@@ -155,6 +162,7 @@ def test_a_batch_for_which_there_is_no_memory_is_not_received(
     ("error", "refusal"),
     [
         (PeerFault("Batch of 9"), PassRefused("Batch of 9", is_final=True)),
+        (Busy("Not kept"), PassRefused("Not kept", is_final=False)),
         (
             OutOfMemory("/secret is full"),
             PassRefused("not enough memory: try fewer tokens", is_final=False),
@@ -297,3 +305,97 @@ def test_a_long_batch_comes_in_chunks(run: Callable[[Scenario], None]) -> None:
         await link.close()
 
     run(scenario)
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), torch.OutOfMemoryError("no"), RuntimeError("std::bad_alloc")]
+)
+def test_layers_for_which_there_is_no_memory_are_loaded_again_later(error: Exception) -> None:
+    async def scenario() -> None:
+        node = TrainingNode()
+        load, errors = node.load, [error]
+
+        def failing(span: Span) -> object:
+            if errors:
+                raise errors.pop()
+            return load(span)
+
+        worker: Any = node.worker
+        unsure: Any = failing
+        node.server.offer(MODEL, FrozenModel(worker, unsure))
+        with pytest.raises(OutOfMemory, match="does not fit into the memory"):
+            await node.server.compute(FORWARD, b"abc")
+
+        assert await node.server.compute(FORWARD, b"abc") == b"cba"
+
+    run_virtual(scenario())
+
+
+def test_a_peer_that_is_lost_does_not_hold_up_others(run: Callable[[Scenario], None]) -> None:
+    async def scenario(attic: MeshMember, barn: MeshMember, node: TrainingNode) -> None:
+        await node.server.compute(FORWARD, b"abc")
+        node.worker.takes_s = 10 * STILL_S
+        lost = await attic.links.dial_training(barn.me)
+        assert await exchange(lost, *BATCH) == StillComputing()
+        await lost.close()
+        await asyncio.sleep(2 * STILL_S)
+
+        node.worker.takes_s = 0.0
+        assert await exchange(await attic.links.dial_training(barn.me), *BATCH) == PassDone(3)
+
+    run(scenario)
+
+
+def test_real_layers_are_computed_on_the_compute_thread(
+    run: Callable[[Scenario], None], llama: Path
+) -> None:
+    source = open_folder("llama", llama)
+    batch = pack({"hidden": torch.randn(1, 3, source.config.hidden_size)})
+    expected = FrozenSpan(source, SPAN).forward(batch)
+
+    async def scenario(attic: MeshMember, barn: MeshMember, node: TrainingNode) -> None:
+        async with compute_thread() as worker:
+            node.server.offer(MODEL, FrozenModel(worker, partial(FrozenSpan, source)))
+            link = await attic.links.dial_training(barn.me)
+            start = StartPass(MODEL, SPAN, Direction.FORWARD, len(batch))
+
+            assert await exchange(link, start, TensorBytes(batch)) == PassDone(len(expected))
+            assert await exchange(link) == TensorBytes(expected)
+            beyond = StartPass(MODEL, Span(5, 9), Direction.FORWARD, len(batch))
+            refusal = await exchange(link, beyond, TensorBytes(batch))
+            assert isinstance(refusal, PassRefused)
+            assert (refusal.is_final, str(llama) in refusal.reason) == (False, False)
+            await link.close()
+
+    run(scenario)
+
+
+def test_layers_of_a_withdrawn_model_are_not_kept() -> None:
+    async def scenario() -> None:
+        node = TrainingNode()
+        node.worker.takes_s = 10.0
+        computing = asyncio.ensure_future(node.server.compute(FORWARD, b"abc"))
+        await asyncio.sleep(5)  # the layers are loading
+        node.server.withdraw(MODEL)
+        await asyncio.gather(computing, return_exceptions=True)
+
+        assert not node.server._spans
+
+    run_virtual(scenario())
+
+
+def test_a_model_that_is_offered_again_while_layers_load_is_the_one_that_computes() -> None:
+    async def scenario() -> None:
+        node, other = TrainingNode(), TrainingNode()
+        node.worker.takes_s = 10.0
+        computing = asyncio.ensure_future(node.server.compute(FORWARD, b"abc"))
+        await asyncio.sleep(5)
+        worker: Any = other.worker
+        load: Any = other.load
+        node.server.offer(MODEL, FrozenModel(worker, load))
+        await asyncio.gather(computing, return_exceptions=True)
+        await node.server.compute(FORWARD, b"abc")
+
+        assert len(other.loaded) == 1
+
+    run_virtual(scenario())

@@ -2,6 +2,7 @@ import pytest
 
 from meshllm.errors import PeerFault
 from meshllm.names import Digest, Span
+from meshllm.protocol.binary import sized
 from meshllm.protocol.training.codec import (
     MAX_BATCH_BYTES,
     MAX_REASON_BYTES,
@@ -29,13 +30,16 @@ def on_the_wire(message: TrainingMessage) -> bytes:
     "message",
     [
         *(StartPass(MODEL, Span(0, 65535), each, MAX_BATCH_BYTES) for each in Direction),
+        StartPass(MODEL, Span(65534, 65535), Direction.FORWARD, 1),
         START,
+        TensorBytes(b"x"),
         TensorBytes(b"x" * TENSOR_CHUNK_BYTES),
         StillComputing(),
         PassDone(1),
         PassDone(MAX_BATCH_BYTES),
         PassRefused("it is not here", is_final=False),
         PassRefused("", is_final=True),
+        PassRefused("x" * MAX_REASON_BYTES, is_final=False),
     ],
 )
 def test_a_message_survives_the_wire(message: TrainingMessage) -> None:
@@ -53,6 +57,15 @@ def test_a_message_of_a_later_version_is_ignored() -> None:
     assert decode(b"\xffmore") is None
     assert decode(on_the_wire(PassDone(7)) + b"more") == PassDone(7)
     assert decode(on_the_wire(START) + b"more") == START
+    assert decode(on_the_wire(StillComputing()) + b"more") == StillComputing()
+    refused = PassRefused("no", is_final=True)
+    assert decode(on_the_wire(refused) + b"more") == refused
+
+
+def test_a_chunk_is_not_copied() -> None:
+    data = bytes(TENSOR_CHUNK_BYTES)
+
+    assert encode(TensorBytes(data))[1] is data
 
 
 @pytest.mark.parametrize(
@@ -77,6 +90,8 @@ def test_a_message_of_a_later_version_is_ignored() -> None:
         (on_the_wire(PassDone(MAX_BATCH_BYTES + 1)), "allowed are 1 to"),
         (on_the_wire(PassDone(1))[:-1], "truncated"),
         (b"\x05", "truncated"),
+        (b"\x05\x01" + sized(b"x" * (MAX_REASON_BYTES + 1)), "allowed are 0 to 512"),
+        (b"\x05\x01" + sized(b"abc")[:-1], "truncated"),
         (b"\x05\x01\x01\x00\xff", "invalid UTF-8"),
     ],
 )
