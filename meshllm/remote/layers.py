@@ -104,7 +104,7 @@ class RemoteLayers:
             ModelError: the mesh does not serve the model, or refuses the batch.
         """
         wanted = Span(0, self.count) if span is None else span
-        if not wanted:
+        if not (wanted and len(hidden)):
             return hidden
         if wanted.stop > self.count:
             raise ModelError(f"Span `{wanted}` is beyond the {self.count} layers of the model")

@@ -110,6 +110,7 @@ def test_any_span_of_layers_can_be_asked_for(
 
     assert torch.equal(parts, whole(source, hidden, {}))
     assert layers(hidden, Span(3, 3)) is hidden
+    assert layers(hidden[:0]).shape == (0, 5, width)
     assert [span for span, _ in ring.passes] == [Span(0, 1), Span(1, 2), Span(2, 5), Span(5, 6)]
     with pytest.raises(ModelError, match="beyond the 6 layers"):
         layers(hidden, Span(5, 7))

@@ -133,10 +133,19 @@ class FrozenSpan:
         return self._shard.run_sequences(hidden, batch.positions, batch.mask)
 
     def _run_layer(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a layer; save what backward needs, if there is room for it."""
+        """Run a layer, with a pause before it, and backward one after it."""
         pause()
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        output = self._run_saving(forward, *args, **kwargs)
+        hidden: Tensor = output[0] if isinstance(output, tuple) else output
+        if hidden.requires_grad:
+            hook: Any = hidden.register_hook  # untyped
+            hook(lambda _grad: pause())
+        return output
+
+    def _run_saving(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a layer; save what backward needs, if there is room for it."""
         activations = self._activations
         if activations.is_full and activations.recomputes:
             return checkpoint(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from meshllm.errors import Busy, MeshError, ModelError, PeerFault
 from meshllm.model.files.source import Source, open_folder
+from meshllm.model.pauses import pausing
 from meshllm.model.training import frozen_span
 from meshllm.model.training.batch import pack, unpack
 from meshllm.model.training.frozen_span import FrozenSpan
@@ -330,3 +331,22 @@ def test_an_adapter_of_a_module_that_is_not_called_as_a_linear_one_is_refused(
                     failed.append(f"{name}: {type(error).__name__}")
 
     assert not failed
+
+
+@pytest.mark.parametrize("part", [4, NO_ROOM], ids=["kept", "checkpointed"])
+def test_answers_are_computed_between_two_layers_in_both_directions(
+    single: Source, monkeypatch: pytest.MonkeyPatch, part: int
+) -> None:
+    monkeypatch.setattr(frozen_span, "KEPT_PART", part)
+    span, hidden = FrozenSpan(single, Span(0, 6)), hidden_for(single)
+    pauses = list[bool]()
+
+    with pausing(lambda: pauses.append(torch.is_grad_enabled())):
+        there = unpack(span.forward(pack({"hidden": hidden}), keeps=True))
+        forward = len(pauses)
+        rest = {"kept": there["kept"]} if "kept" in there else {"hidden": hidden}
+        span.backward(pack({"grad": hidden, **rest}))
+
+    assert forward == 6
+    assert len(pauses) - forward >= 6
+    assert not any(pauses)
