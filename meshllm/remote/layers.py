@@ -146,11 +146,11 @@ class RemoteLayers:
 
     def pieces(self, span: Span) -> list[Span]:
         """Cut a span where the ring does now."""
-        if not self._spans:
-            self._spans = self._connection.spans(self._model)
+        spans = self._spans or self._connection.spans(self._model)
+        self._spans = spans  # another thread may forget them at any time
         cut = (
             Span(max(each.start, span.start), min(each.stop, span.stop))
-            for each in self._spans
+            for each in spans
             if each.overlaps(span)
         )
         return sorted(cut, key=lambda each: each.start)
