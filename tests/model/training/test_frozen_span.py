@@ -308,7 +308,7 @@ def test_activations_that_are_forgotten_are_freed(single: Source) -> None:
     assert alive() is None
 
 
-@pytest.mark.parametrize("family", ["llama4_text", "jamba", "dots3_note_text"])
+@pytest.mark.parametrize("family", ["llama4_text", "jamba"])
 def test_an_adapter_of_a_module_that_is_not_called_as_a_linear_one_is_refused(
     family: str, tmp_path: Path
 ) -> None:
