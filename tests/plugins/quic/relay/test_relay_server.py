@@ -46,13 +46,16 @@ A, B = ("192.0.2.1", 1), ("192.0.2.2", 2)
 
 
 @asynccontextmanager
-async def relaying(limiter: ConnectionLimiter | None = None) -> AsyncIterator[RelayServer]:
+async def relaying(
+    limiter: ConnectionLimiter | None = None, host: str = HOST, *, keeps_local: bool = False
+) -> AsyncIterator[RelayServer]:
     """Run a relay on a port that is free for both UDP and TCP."""
     async with AsyncExitStack() as stack:
         server = None
         for _ in range(5):
             with suppress(OSError):
-                opening = open_relay(UdpNetwork(), HOST, 0, limiter=limiter)
+                network = UdpNetwork(keeps_local=keeps_local)
+                opening = open_relay(network, host, 0, limiter=limiter)
                 server = await stack.enter_async_context(opening)
                 break
         assert server is not None
@@ -206,7 +209,7 @@ async def test_each_stream_is_a_separate_client() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="binds all of 127.0.0.0/8")
 async def test_a_node_hears_a_relay_from_the_address_at_which_it_registered() -> None:
     async with AsyncExitStack() as stack:
-        opening = open_relay(UdpNetwork(keeps_local=True), "0.0.0.0", 0)
+        opening = relaying(host="0.0.0.0", keeps_local=True)
         server = await stack.enter_async_context(opening)
         one, other = [await stack.enter_async_context(Udp(at)) for at in (HOST, "127.0.0.2")]
         a, b = Client(1, server), Client(2, server)
