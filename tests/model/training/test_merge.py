@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from meshllm.errors import ModelError, UserError
+from meshllm.model.files.manifest import config_digest
 from meshllm.model.files.source import Source, open_folder
 from meshllm.model.training.merge import CONFIG, WEIGHTS, LoraAdapter, merge
 from meshllm.testing.models import stock_model, tiny_model
@@ -54,10 +55,12 @@ def test_a_merged_model_computes_what_peft_does(
     stock: Any = stock_model(source)
     own: Any = PeftModel.from_pretrained(stock, str(adapter))
 
+    (tmp_path / "new").mkdir()
     merge(source, LoraAdapter.read(adapter), tmp_path / "new" / "merged")
 
     merged = open_folder("merged", tmp_path / "new" / "merged")
     torch.testing.assert_close(logits(stock_model(merged)), logits(own.merge_and_unload()))
+    assert config_digest(merged) != config_digest(source)
     assert [each.name for each in (tmp_path / "new").iterdir()] == ["merged"]
 
 
@@ -84,6 +87,11 @@ def test_the_files_of_a_sharded_model_are_merged_one_by_one(tmp_path: Path) -> N
         ({"use_dora": True}, "`use_dora` cannot be merged"),
         ({"bias": "all"}, "`bias` cannot be merged"),
         ({"alpha_pattern": {"q_proj": 2}}, "`alpha_pattern`"),
+        ({"init_lora_weights": "pissa"}, "`init_lora_weights`"),
+        ({"init_lora_weights": "olora"}, "`init_lora_weights`"),
+        ({"alora_invocation_tokens": [1]}, "`alora_invocation_tokens`"),
+        ({"layer_replication": [[0, 2]]}, "`layer_replication`"),
+        ({"of_a_later_version": True}, "`of_a_later_version`"),
         ({"lora_alpha": True}, "no number"),
         ({"lora_alpha": None}, "no number"),
     ],
@@ -138,8 +146,9 @@ def test_an_adapter_of_another_model_is_refused(source: Source, tmp_path: Path) 
             merge(source, LoraAdapter.read(adapter), tmp_path / "merged")
         assert not list(tmp_path.glob("merged*"))
     path.unlink()
-    with pytest.raises(ModelError, match="missing"):
+    with pytest.raises(ModelError, match="missing") as caught:
         merge(source, LoraAdapter.read(adapter), tmp_path / "merged")
+    assert caught.value.hint == "save the adapter again with peft"
 
 
 def test_a_folder_that_exists_is_left_alone(source: Source, tmp_path: Path) -> None:
@@ -149,5 +158,23 @@ def test_a_folder_that_exists_is_left_alone(source: Source, tmp_path: Path) -> N
 
     with pytest.raises(UserError, match="exists"):
         merge(source, adapter, tmp_path / "merged")
-    with pytest.raises(UserError, match="cannot be written"):
-        merge(source, adapter, tmp_path / "file" / "merged")
+    for parent in ("file", "missing"):
+        with pytest.raises(UserError, match="cannot be written"):
+            merge(source, adapter, tmp_path / parent / "merged")
+    assert not (tmp_path / "missing").exists()
+
+
+def test_models_merged_with_several_adapters_are_told_apart(source: Source, tmp_path: Path) -> None:
+    names = "one", "two"
+    made = [
+        LoraAdapter.read(trained(source, tmp_path / name, lora_alpha=1 + at))
+        for at, name in enumerate(names)
+    ]
+    merge(source, made[0], tmp_path / "m1")
+    first = open_folder("m1", tmp_path / "m1")
+    merge(source, made[1], tmp_path / "m2")
+    merge(first, made[1], tmp_path / "m12")
+
+    digests = {config_digest(open_folder(name, tmp_path / name)) for name in ("m1", "m2", "m12")}
+
+    assert len(digests | {config_digest(source)}) == 4
